@@ -30,26 +30,30 @@ _STEP_SECONDS = 0.3
 """How long the busiest device's kernels take in one step, once all times are stretched."""
 
 
+_LANES = ("h2d", "d2h", "p2p")
+"""In the order of the engine's ``Direction``."""
+
+
 def subject(devices: int) -> TaskGraph:
     """A prefill of four layers on so many devices, in 40 % of what its weights take."""
     shape = PrefillShape(layers=4, devices=devices, tokens=2048)
     graph = tensor_parallel_prefill(shape, 1)
     weights = [
-        sum(sum(v.sizes) for v in graph.vertices if host_copy_exists(v) and v.device == d.id) for d in graph.devices
+        sum(sum(v.sizes) for v in graph.vertices if host_copy_exists(v) and v.space == d.id) for d in graph.devices
     ]
     sized = zip(graph.devices, weights, strict=True)
     devices_of = tuple(replace(device, memory=int(_SHARE * nbytes) // 256 * 256) for device, nbytes in sized)
-    return replace(graph, devices=devices_of)
+    return replace(graph, spaces=devices_of)
 
 
 def as_text(plan: MemGraph, machine: Machine) -> str:
     """``plan`` as bench_jitter reads it, stretched to ``_STEP_SECONDS``."""
     number = {device.id: i for i, device in enumerate(plan.devices)}
-    device_of = {vertex.id: vertex.device for vertex in plan.vertices}
+    lanes = machine.lanes(plan.spaces)
     busy = [0.0] * len(number)
     for vertex in plan.vertices:
         if vertex.kind is VertexKind.KERNEL:
-            busy[number[vertex.device]] += machine.seconds(vertex)
+            busy[number[vertex.space]] += vertex.duration or 0.0
     stretch = _STEP_SECONDS / max(busy)
     index = {vertex.id: i for i, vertex in enumerate(plan.vertices)}
     # An input is in place when a step begins, so it needs no edges.
@@ -60,10 +64,12 @@ def as_text(plan: MemGraph, machine: Machine) -> str:
     }
     lines = [f"{len(number)} {len(plan.vertices)} {len(edges)}"]
     for vertex in plan.vertices:
-        # A transfer runs on a lane of the device that it reads from.
-        where = device_of[vertex.inputs[0][0]] if vertex.kind is VertexKind.TRANSFER else vertex.device
-        microseconds = 0.0 if vertex.kind is VertexKind.INPUT else machine.seconds(vertex) * stretch * 1e6
-        lines.append(f"{int(vertex.kind)} {number[where]} {microseconds:.3f}")
+        # A copy runs on a lane of a device: of the one that it reads, if there is one.
+        copies = vertex.kind is VertexKind.COPY
+        where = vertex.source if copies and vertex.source in number else vertex.space
+        lane = _LANES.index(lanes.route_name(vertex.source, vertex.space)) if copies else -1
+        microseconds = 0.0 if vertex.kind is VertexKind.INPUT else lanes.seconds(vertex) * stretch * 1e6
+        lines.append(f"{int(vertex.kind)} {lane} {number[where]} {microseconds:.3f}")
     lines += [f"{u} {v}" for u, v in sorted(edges)]
     return "\n".join(lines) + "\n"
 

@@ -33,8 +33,11 @@ from benchmarks.common.subjects import Pair, Shape, Times, Variant, lora_llama
 from benchmarks.engine import loop
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.execute.executor import Executor
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.files import write_atomically
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.plan.summary import swapped_bytes
 from disco_accel.simulate.simulator import Link, Machine
 
 OVERHEAD = (
@@ -105,7 +108,7 @@ def overhead(shapes: Sequence[Shape], rounds: int) -> list[dict[str, Any]]:
     for shape in shapes:
         pair = Pair(shape, DiscoConfig(memory_budget=4 << 30, compute_threads=1, plan_cache=None))
         step = pair.step
-        assert not any(v.kind is VertexKind.RELOAD for v in step.plan.vertices), "nothing is copied"
+        assert not any(swaps_in(v) for v in step.plan.vertices), "nothing is copied"
         times = in_turn(
             rounds,
             {"eager": lambda pair=pair: pair.run(pair.eager), "planned": lambda pair=pair: pair.run(pair.planned)},
@@ -140,14 +143,16 @@ def throttled(shape: Shape, bandwidth: float, budget: int, planner: str) -> Pair
 
 def link_seconds(pair: Pair, bandwidth: float) -> float:
     """Seconds that the busier direction needs for the bytes of one step."""
-    return max(pair.step.copy_bytes(kind) for kind in (VertexKind.RELOAD, VertexKind.OFFLOAD)) / bandwidth
+    return max(swapped_bytes(pair.step.plan, way) for way in (swaps_in, swaps_out)) / bandwidth
 
 
 def any_plan_seconds(pair: Pair, bandwidth: float, compute: float) -> float:
     """Seconds that no repeating plan in the captured order beats, if the kernels take ``compute`` seconds in all."""
     stretch = compute / pair.step.compute_seconds
     seconds = {v.id: stretch * (v.duration or 0.0) for v in pair.step.graph.vertices}
-    return any_plan_of(pair.step, seconds, Machine(h2d=Link(bandwidth, 0.0), d2h=Link(bandwidth, 0.0)))
+    return any_plan_of(
+        pair.step, seconds, Machine(links={TO_DEVICE: Link(bandwidth, 0.0), TO_HOST: Link(bandwidth, 0.0)})
+    )
 
 
 def overlap(shape: Shape, bandwidths: Sequence[float], rounds: int, planner: str) -> list[dict[str, Any]]:
@@ -172,8 +177,8 @@ def overlap(shape: Shape, bandwidths: Sequence[float], rounds: int, planner: str
             {
                 "bandwidth": bandwidth,
                 "budget": budget,
-                "reload_bytes": pair.step.copy_bytes(VertexKind.RELOAD),
-                "offload_bytes": pair.step.copy_bytes(VertexKind.OFFLOAD),
+                "reload_bytes": swapped_bytes(pair.step.plan, swaps_in),
+                "offload_bytes": swapped_bytes(pair.step.plan, swaps_out),
                 "compute_alone": alone,
                 "link": link,
                 "bound": max(alone.median, link),

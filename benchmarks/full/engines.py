@@ -21,6 +21,7 @@ from benchmarks.step.peers import ZeroThree
 from disco_accel import prepare, stats
 from disco_accel.execute.engine_events import Event
 from disco_accel.graph.home_uses import host_devices
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.native.extension import load_extension
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.step.run.session import current_step, find_state
@@ -148,7 +149,7 @@ class Planned(Whole):
         found: dict[str, Any] = {"traced": lanes}
         if bandwidth is not None:
             link = Link(bandwidth, 0.0)
-            found["any_plan"] = any_plan_of(step, seconds, Machine(h2d=link, d2h=link))
+            found["any_plan"] = any_plan_of(step, seconds, Machine(links={TO_DEVICE: link, TO_HOST: link}))
         return found
 
     def _trace(self) -> tuple[float, dict[str, float], dict[int, float]]:

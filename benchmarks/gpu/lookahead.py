@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.gpu.stage import Run
 from disco_accel.execute.executor import EngineOptions, Executor
-from disco_accel.graph.taskgraph import Device, OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN
 from disco_accel.measure.costs import Measured
 from disco_accel.native.cuda_backend import median_seconds
@@ -36,7 +37,7 @@ def chain(length: int, size: int) -> TaskGraph:
         last = i == 1 + length
         vertices.append(Vertex(i, VertexKind.KERNEL, 0, "mm", inputs=(before, (1, 0)), sizes=(nbytes,), keep=last))
     total = nbytes * (length + 2)
-    return TaskGraph("chain", (Device(0, total),), tuple(vertices), {i: call for i in range(2, 2 + length)})
+    return TaskGraph("chain", (Space(0, total),), tuple(vertices), {i: call for i in range(2, 2 + length)})
 
 
 def measure(run: Run) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from benchmarks.gpu.subject import Subject, case_of, subject_of
 from benchmarks.step.engines import link_rates
 from disco_accel import DiscoConfig, prepare, restore, set_memory_budget, stats
 from disco_accel.errors import ConfigError
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.sizes import format_size
 from disco_accel.step.run.session import current_step, find_state
@@ -106,5 +107,5 @@ def _any_plan(subject: Subject) -> dict[str, float]:
     runs = [kernel_seconds(step, subject.backward) for _ in range(3)]
     seconds = sorted(runs, key=lambda found: sum(found.values()))[1]
     subject.reset()
-    machine = Machine(h2d=Link(rates["h2d"], 0.0), d2h=Link(rates["d2h"], 0.0))
+    machine = Machine(links={TO_DEVICE: Link(rates["h2d"], 0.0), TO_HOST: Link(rates["d2h"], 0.0)})
     return {"kernel_seconds": sum(seconds.values()), "any_plan": any_plan_of(step, seconds, machine)}

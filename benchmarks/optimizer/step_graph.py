@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.optimizer.study import GRADIENT, STATE, WEIGHT, Study
 from benchmarks.optimizer.update_order import UPDATE, updates_after_gradients
-from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import BROUGHT, Traits
 from disco_accel.graph.traits import STATE as CHANGES
 
@@ -71,7 +72,7 @@ def step_graph(study: Study, options: StepOptions) -> TaskGraph:
     norms = maker.norm() if options.clip else {}
     # By arrival: without clipping each starts as soon as its gradient is there.
     maker.updates({number: made for number, made in maker.gradients.items() if number not in options.deferred}, norms)
-    graph = TaskGraph("optimizer step", (Device(0, study.machine.memory),), tuple(maker.vertices))
+    graph = TaskGraph("optimizer step", (Space(0, study.machine.memory),), tuple(maker.vertices))
     return graph if options.clip else updates_after_gradients(graph)
 
 

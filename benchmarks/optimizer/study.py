@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from benchmarks.common.shapes import PRESETS, Shape, frozen_bytes
+from disco_accel.graph.spaces import BETWEEN_DEVICES, TO_DEVICE, TO_HOST
 from disco_accel.simulate.machine import Link, Machine
 
 WEIGHT, GRADIENT, STATE = 2, 2, 12
@@ -104,12 +105,12 @@ class StudyMachine:
     def pinned_links(self) -> Machine:
         """Both directions at once, at the rate of pinned memory. What reaches the host is a copy like any other."""
         link = Link(self.pinned, self.latency)
-        return Machine(h2d=link, d2h=link, p2p=link)
+        return Machine(links={TO_DEVICE: link, TO_HOST: link, BETWEEN_DEVICES: link})
 
     def blocking_links(self, model: Model, measured: Measured) -> Machine:
         """The rates that the study's own schedule gets."""
         down = Link(self.flush(model, measured), self.latency)
-        return Machine(h2d=Link(self.copy_back, self.latency), d2h=down, p2p=down)
+        return Machine(links={TO_DEVICE: Link(self.copy_back, self.latency), TO_HOST: down, BETWEEN_DEVICES: down})
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from benchmarks.optimizer.step_graph import BACKWARD, UPDATE, StepOptions, kernels_named, step_graph
 from benchmarks.optimizer.study import WEIGHT, Study
 from disco_accel.graph.memgraph import Edge, MemGraph
-from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import HOST
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.simulate.simulator import Machine, Simulation, simulate
 
-HOST = 1
+PROCESSORS = 1
 """The processors, as a compute resource of the simulation."""
 
 
@@ -37,12 +38,11 @@ def study_schedule(study: Study) -> tuple[MemGraph, Machine]:
     schedule = _Blocking(graph, study)
     plan = MemGraph(
         name="the study's own schedule",
-        devices=graph.devices,
+        spaces=graph.spaces,
         vertices=tuple(schedule.vertices),
         slots={},
         data_edges=tuple(schedule.edges),
         memory_edges=(),
-        host_offsets={},
     )
     return plan, study.machine.blocking_links(study.model, study.measured)
 
@@ -51,10 +51,10 @@ def simulated_phases(study: Study) -> tuple[Phases, Simulation]:
     """Run the schedule in simulated time."""
     plan, machine = study_schedule(study)
     run = simulate(plan, machine)
-    by_id = {vertex.id: vertex for vertex in plan.vertices}
+    by_id, lanes = {vertex.id: vertex for vertex in plan.vertices}, machine.lanes(plan.spaces)
 
     def end(vertex: int) -> float:
-        return run.starts[vertex] + machine.seconds(by_id[vertex])
+        return run.starts[vertex] + lanes.seconds(by_id[vertex])
 
     kernels = [v for v in plan.vertices if v.kind is VertexKind.KERNEL]
     losses = [end(v.id) for v in kernels if v.op == "loss"]
@@ -83,15 +83,15 @@ class _Blocking:
             self._behind_last(vertex)
             if vertex.id in updates:
                 size = vertex.sizes[:1]
-                self._behind_last(self._copy(VertexKind.OFFLOAD, "flush", (vertex.id, 0), size))
+                self._behind_last(self._copy(0, HOST, "flush", (vertex.id, 0), size))
         for update in updates.values():
             seconds = study.machine.host_seconds(update.sizes[0] // WEIGHT)
-            self._behind_last(Vertex(update.id, VertexKind.KERNEL, HOST, UPDATE, (), update.sizes, seconds))
-            self._behind_last(self._copy(VertexKind.RELOAD, "updated weight", (update.id, 0), update.sizes[:1]))
+            self._behind_last(Vertex(update.id, VertexKind.KERNEL, PROCESSORS, UPDATE, (), update.sizes, seconds))
+            self._behind_last(self._copy(HOST, 0, "updated weight", (update.id, 0), update.sizes[:1]))
 
-    def _copy(self, kind: VertexKind, op: str, value: tuple[int, int], sizes: tuple[int, ...]) -> Vertex:
+    def _copy(self, source: int, space: int, op: str, value: Ref, sizes: tuple[int, ...]) -> Vertex:
         self.next_id += 1
-        return Vertex(self.next_id, kind, 0, op, (value,), sizes)
+        return Vertex(self.next_id, VertexKind.COPY, space, op, (value,), sizes, source=source)
 
     def _behind_last(self, vertex: Vertex) -> None:
         if self.last is not None:

@@ -10,9 +10,9 @@ from benchmarks.optimizer.least import Least, least_seconds
 from benchmarks.optimizer.ours import Planned, Schedule, planned
 from benchmarks.optimizer.study import GRADIENT, WEIGHT, Study
 from benchmarks.optimizer.study_schedule import simulated_phases
-from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.graph.copies import is_transfer, swaps_in, swaps_out
 from disco_accel.plan.bound.lower_bound import bound_of
-from disco_accel.plan.summary import copied_bytes
+from disco_accel.plan.summary import peak_bytes, swapped_bytes
 
 SHARED = 0.45
 """Share of the link's rate that is left when the processors use host memory as well: the study's measurement."""
@@ -69,15 +69,15 @@ def our_row(study: Study, schedule: Schedule, least: Least | None = None) -> tup
         made.period,
         bound=bound,
         on_device=made.share_on_device,
-        to_device=copied_bytes(made.plan, VertexKind.RELOAD),
-        from_device=copied_bytes(made.plan, VertexKind.OFFLOAD) + _transferred(made),
-        peak=max(slot.addr + slot.size for slot in made.plan.slots.values() if slot.device == 0),
+        to_device=swapped_bytes(made.plan, swaps_in),
+        from_device=swapped_bytes(made.plan, swaps_out) + _transferred(made),
+        peak=peak_bytes(made.plan),
     )
     return row, made
 
 
 def _transferred(made: Planned) -> int:
-    return sum(vertex.sizes[0] for vertex in made.plan.vertices if vertex.kind is VertexKind.TRANSFER)
+    return sum(vertex.sizes[0] for vertex in made.plan.vertices if is_transfer(vertex))
 
 
 def shared(study: Study) -> Study:

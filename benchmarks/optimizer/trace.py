@@ -88,7 +88,7 @@ def _phases(plan: MemGraph, events: Sequence[Event]) -> list[tuple[str, float, f
 
 
 def _phase(vertex: Vertex) -> str | None:
-    if vertex.kind is not VertexKind.KERNEL or vertex.device or vertex.op == "update" or vertex.op.startswith("keep"):
+    if vertex.kind is not VertexKind.KERNEL or vertex.space or vertex.op == "update" or vertex.op.startswith("keep"):
         return None
     return "forward" if vertex.op in FORWARD else "backward"
 
@@ -106,7 +106,7 @@ def _live_bytes(traced: Trace) -> tuple[list[float], list[int]]:
     end, beside the weights."""
     vertices = {vertex.id: vertex for vertex in traced.plan.vertices}
     ran = {event.vertex: event for event in traced.events}
-    on_device = [v for v in traced.plan.vertices if v.kind is VertexKind.KERNEL and v.device == 0]
+    on_device = [v for v in traced.plan.vertices if v.kind is VertexKind.KERNEL and v.space == 0]
     readers: dict[Ref, float] = defaultdict(float)
     for vertex in traced.plan.vertices:
         if vertex.id in ran:

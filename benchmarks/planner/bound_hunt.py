@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 from disco_accel.errors import BudgetTooSmall, ConfigError, PlanError
 from disco_accel.graph.carried_values import taskgraph_of
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound.lower_bound import Bound, bound_of
 from disco_accel.simulate.simulator import Link, Machine, Simulator
@@ -77,7 +78,7 @@ def trials(seed: int) -> Iterator[Trial]:
     bandwidth, latency = rng.choice((3e6, 1e7, 1e9)), rng.choice((0.0, 1e-6, 1e-5))
     link = Link(bandwidth, latency)
     joint = (("h2d", "d2h"),) if rng.random() < 0.2 else ()
-    machine = Machine(compute_streams=rng.choice((1, 1, 1, 2)), h2d=link, d2h=link, joint=joint)
+    machine = Machine(compute_streams=rng.choice((1, 1, 1, 2)), joint=joint, links={TO_DEVICE: link, TO_HOST: link})
     for planner in ("timed", "build"):
         try:
             plan = make_plan(graph, cyclic=True, planner=planner, machine=machine)

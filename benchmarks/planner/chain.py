@@ -16,6 +16,7 @@ import numpy as np
 
 from disco_accel.errors import PlanError
 from disco_accel.graph.check import called
+from disco_accel.graph.spaces import TO_DEVICE
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.values import outlives_step
@@ -60,7 +61,7 @@ def chain_of(graph: TaskGraph, machine: Machine) -> Chain:
             f"'{plain(graph.name)}' is no chain of layers: its weights are read in no order that turns round"
         )
     total = sum(page.size for page in large)
-    link = machine.h2d
+    link = machine.link(TO_DEVICE)
     instance = Instance(
         memory=float(graph.devices[0].memory),
         bandwidth=total / (total / link.bandwidth + len(large) * link.latency),

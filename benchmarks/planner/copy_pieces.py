@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks.planner.why_cases import why_cases
 from disco_accel.graph.files import read_memgraph
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.spaces import TO_DEVICE
 from disco_accel.native.cuda_backend import GPU_COPY_PIECE
 from disco_accel.plan import make_plan
 from disco_accel.simulate.simulator import Machine, Simulator, _Run
@@ -82,7 +83,7 @@ class _QueuedCopies(_Run):
 
 def rows(plans: Iterator[tuple[str, MemGraph]], machine: Machine) -> Iterator[tuple[str, float, float, float]]:
     """Of each plan its name, seconds with one copy at a time, and how many times that with two and with pieces."""
-    piece = GPU_COPY_PIECE / machine.h2d.bandwidth
+    piece = GPU_COPY_PIECE / machine.link(TO_DEVICE).bandwidth
     for name, plan in plans:
         simulator = Simulator(plan, machine)
         one = simulator.run().makespan

@@ -21,11 +21,13 @@ from statistics import geometric_mean
 
 from benchmarks.planner.table import ROOT, graphs, weights
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.files import read_taskgraph, write_atomically
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
+from disco_accel.graph.taskgraph import TaskGraph, with_memory
 from disco_accel.plan import POLICIES, make_plan
 from disco_accel.plan.bound.lower_bound import bound_of
-from disco_accel.plan.summary import copied_bytes
+from disco_accel.plan.summary import swapped_bytes
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.sizes import format_size
 from disco_accel.verify.static import verify
@@ -66,9 +68,9 @@ def measure(graph: TaskGraph, share: float, machine: Machine) -> Row:
             row.seconds[policy] = time.process_time() - began
         verify(with_memory(graph, lambda device: memory), plan)
         row.ratios[policy] = simulate(plan, machine).makespan / bound.bound if bound.bound else 1.0
-        loaded = copied_bytes(plan, VertexKind.RELOAD)
+        loaded = swapped_bytes(plan, swaps_in)
         row.loads[policy] = loaded / bound.lp_reload_bytes if bound.lp_reload_bytes else float("inf")
-        row.offloads[policy] = copied_bytes(plan, VertexKind.OFFLOAD)
+        row.offloads[policy] = swapped_bytes(plan, swaps_out)
     return row
 
 
@@ -112,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", default=str(ROOT / "out" / "policies.json"))
     options = parser.parse_args(argv)
     link = Link(options.bandwidth, 1e-5)
-    machine = Machine(h2d=link, d2h=link)
+    machine = Machine(links={TO_DEVICE: link, TO_HOST: link})
     rows: list[Row] = []
     print(HEADER)
     for graph in _subjects(options.graph, options.captures):

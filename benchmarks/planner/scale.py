@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.one:
         graph = graph_of(options.graph[0], options.vertices[0])
-        weights = sum(v.sizes[0] for v in graph.vertices if host_copy_exists(v) and v.device == 0)
+        weights = sum(v.sizes[0] for v in graph.vertices if host_copy_exists(v) and v.space == 0)
         memory = parse_size(options.memory) if options.memory else int(options.share * weights)
         print(json.dumps(asdict(measure(graph, memory, options.planner))))
         return 0

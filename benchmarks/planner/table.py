@@ -26,12 +26,14 @@ from pathlib import Path
 from benchmarks.planner import ablation as moves
 from benchmarks.planner import ablation_cases, why
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.files import read_taskgraph, write_atomically
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
+from disco_accel.graph.taskgraph import TaskGraph, with_memory
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound.lower_bound import Bound, bound_of
-from disco_accel.plan.summary import copied_bytes
+from disco_accel.plan.summary import peak_bytes, swapped_bytes
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.sizes import format_size, parse_size
@@ -95,7 +97,7 @@ def graphs(files: Sequence[str], captured: bool = False) -> Iterator[TaskGraph]:
 def measure(graph: TaskGraph, memory: int, bandwidth: float, planners: Iterable[str]) -> Iterator[Row]:
     """Plan ``graph`` with each of ``planners``, verify and simulate; planners that find no plan give no row."""
     link = Link(bandwidth, 1e-5)
-    machine = Machine(h2d=link, d2h=link)
+    machine = Machine(links={TO_DEVICE: link, TO_HOST: link})
     bound = bound_of(graph, machine, memory)
     for planner in planners:
         began = time.process_time()
@@ -108,9 +110,9 @@ def measure(graph: TaskGraph, memory: int, bandwidth: float, planners: Iterable[
         verify(with_memory(graph, lambda device: memory), plan)
         done = time.process_time()
         makespan = simulate(plan, machine).makespan
-        loaded = copied_bytes(plan, VertexKind.RELOAD)
-        offloaded = copied_bytes(plan, VertexKind.OFFLOAD)
-        top = max(slot.addr + slot.size for slot in plan.slots.values())
+        loaded = swapped_bytes(plan, swaps_in)
+        offloaded = swapped_bytes(plan, swaps_out)
+        top = peak_bytes(plan)
         held, others = live_peak(graph)
         saving = plan.planner == "timed" and not loaded and not offloaded
         yield Row(
@@ -233,7 +235,7 @@ def ablation(options: argparse.Namespace) -> list[moves.Outcome]:
             continue
         link = Link(bandwidth, 1e-5)
         full: moves.Outcome | None = None
-        for outcome in moves.ablate(graph, memory, bandwidth, Machine(h2d=link, d2h=link)):
+        for outcome in moves.ablate(graph, memory, bandwidth, Machine(links={TO_DEVICE: link, TO_HOST: link})):
             full = full or outcome
             outcomes.append(outcome)
             if line := moves.show(outcome, full):

@@ -20,6 +20,7 @@ from disco_accel.errors import ConfigError, PlanError
 from disco_accel.eviction import policy_named
 from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.files import read_taskgraph
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import TaskGraph, with_memory
 from disco_accel.observe.report import table
 from disco_accel.plan import make_plan
@@ -82,7 +83,7 @@ def plans(graph: TaskGraph, memory: int, bandwidth: float, seconds: float) -> li
     """Times over the bound of ``graph``: both planners', BUILDMEMGRAPH's with the residents that greedy chooses, and
     what the chain of layers promises."""
     link = Link(bandwidth, 1e-5)
-    machine = Machine(h2d=link, d2h=link)
+    machine = Machine(links={TO_DEVICE: link, TO_HOST: link})
     graph = with_memory(graph, lambda device: memory)
     bound = bound_of(graph, machine, memory).bound
     cells = [graph.name, format_size(memory), f"{bandwidth / 1e9:g}"]

@@ -18,6 +18,7 @@ from benchmarks.gpu.models import arena_llama, batch_for, draw_weights, meta_lla
 from benchmarks.step.engines import Job, link_rates
 from benchmarks.step.peers import one_process
 from disco_accel import prefill, stats
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.step.run.session import current_step
 
@@ -101,7 +102,7 @@ class Planned(Reader):
             "reserved": step.budget.total - step.budget.arena + found["arena_bytes"],
             "h2d": found["reload_bytes"],
             "d2h": found["offload_bytes"],
-            "any_plan": any_plan_of(step, seconds, Machine(h2d=h2d, d2h=d2h)),
+            "any_plan": any_plan_of(step, seconds, Machine(links={TO_DEVICE: h2d, TO_HOST: d2h})),
         }
 
 

@@ -41,9 +41,10 @@ from disco_accel import prefill, stats
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import Executor
+from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.files import write_atomically
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.plan.summary import swapped_bytes
 from disco_accel.sizes import format_size, parse_size
 from disco_accel.step.placement.streamed_eager import StreamedEager
 from disco_accel.step.run.session import current_step
@@ -235,7 +236,7 @@ def measure(shape: PromptShape, budget: int, args: argparse.Namespace) -> dict[s
         "budget": budget,
         "peak": peak,
         "weights": sum(p.nbytes for p in pair.eager.parameters()),
-        "reload_bytes": step.copy_bytes(VertexKind.RELOAD),
+        "reload_bytes": swapped_bytes(step.plan, swaps_in),
         "plan_seconds": sum(step.seconds.values()),
         "compute_alone": alone,
         "link": link,

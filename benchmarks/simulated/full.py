@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.common.provenance import provenance
 from benchmarks.common.shapes import PRESETS
+from benchmarks.common.speeds import speed_as_json
 from benchmarks.optimizer.study import STUDY
 from benchmarks.planner.captures import Workload, full_outline
 from benchmarks.planner.table import live_peak
@@ -39,11 +40,12 @@ from disco_accel.graph.check import largest_need
 from disco_accel.graph.files import write_atomically
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import TaskGraph, tensor_args
 from disco_accel.measure.costs import Estimated
 from disco_accel.measure.record import OpRecord
 from disco_accel.plan.bound.lower_bound import bound_of
-from disco_accel.plan.summary import link_bytes
+from disco_accel.plan.summary import link_bytes, peak_bytes
 from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.roofline import Speed
 from disco_accel.simulate.simulator import Simulator
@@ -86,8 +88,8 @@ DESKTOP = Device(
     CARD,
     "22GiB",
     Host(
-        (_DDR5 - CARD.machine.h2d.bandwidth) / _BF16,
-        (_DDR5 - CARD.machine.h2d.bandwidth) / 2,
+        (_DDR5 - CARD.machine.link(TO_DEVICE).bandwidth) / _BF16,
+        (_DDR5 - CARD.machine.link(TO_DEVICE).bandwidth) / 2,
         128 * 10**9,
         "assumed: two channels of DDR5-5600 at eight tenths of their peak, less what the link takes, 14 B a parameter; "
         "a copy reads and writes",
@@ -300,7 +302,7 @@ def _measure(device: Device) -> Measure:
                 count = math.prod(spec.shape)
                 moved = _MOVED * count * getattr(torch, spec.dtype).itemsize
                 own = device.speed.kernel + moved / device.speed.memory
-                seconds = count / device.host.update if vertex.device in hosts else own
+                seconds = count / device.host.update if vertex.space in hosts else own
                 found[vertex.id] = OpRecord(native_out=False, allocations=(), scratch_bytes=0, seconds=seconds)
         return found
 
@@ -316,13 +318,13 @@ def _mode(graph: TaskGraph, plan: MemGraph, captured: CapturedStep, device: Devi
     machine = device.speed.machine
     run = Simulator(plan, machine).run()
     staying, moved = _leaving(plan, captured)
-    link = machine.d2h
+    link = machine.link(TO_HOST)
     from_device = sum(staying) / link.bandwidth + len(staying) * link.latency
     # The device copies while the processors do; the backward returns when all gradients are there.
     leave = max(from_device, sum(moved) / device.host.copy)
     near = graph.devices[0].id
     parts, position = fullest(plan, near, {gradient.ref for gradient in captured.gradients})
-    calls = (graph.ops.get(vertex.id) for vertex in plan.vertices[position:] if vertex.device == near)
+    calls = (graph.ops.get(vertex.id) for vertex in plan.vertices[position:] if vertex.space == near)
     busiest_memory = next((f"{call.name} of {call.module or 'the loss'}" for call in calls if call is not None), "")
     busy = {
         "kernels": run.busy.get(f"compute{near}", 0.0),
@@ -340,10 +342,10 @@ def _mode(graph: TaskGraph, plan: MemGraph, captured: CapturedStep, device: Devi
         busy=busy,
         loaded=link_bytes(plan)[0],
         saved=link_bytes(plan)[1] + sum(staying),
-        used=outside + max(slot.addr + slot.size for slot in plan.slots.values() if slot.device == near),
+        used=outside + peak_bytes(plan),
         device={"batch": outside} | parts,
         fullest=busiest_memory,
-        offloaded=plan.host_memory,
+        offloaded=plan.host.memory,
     )
 
 
@@ -444,7 +446,7 @@ def write(path: Path, made: Sequence[Mapping[str, Any]], words: Sequence[str]) -
 
 
 def _speeds() -> dict[str, Any]:
-    return {name: {"speed": asdict(each.speed), "host": asdict(each.host)} for name, each in DEVICES.items()}
+    return {name: {"speed": speed_as_json(each.speed), "host": asdict(each.host)} for name, each in DEVICES.items()}
 
 
 if __name__ == "__main__":

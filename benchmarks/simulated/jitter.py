@@ -28,6 +28,7 @@ from disco_accel.decompose.decomposition import over_devices
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import write_atomically
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import TaskGraph, with_memory
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.measure.costs import Estimated
@@ -93,7 +94,7 @@ def subjects(devices: Sequence[int]) -> Iterator[Subject]:
 def machine_of(subject: Subject) -> Machine:
     """Return A100s, behind a slow link if ``subject`` is streamed."""
     slow = Link(SLOW, 1e-5)
-    return replace(A100.machine, h2d=slow, d2h=slow) if subject.streamed else A100.machine
+    return A100.machine.with_links({TO_DEVICE: slow, TO_HOST: slow}) if subject.streamed else A100.machine
 
 
 def graph_of(subject: Subject, shape: Shape, tokens: int) -> TaskGraph:
@@ -117,7 +118,7 @@ def plan_of(subject: Subject, graph: TaskGraph) -> MemGraph:
         except BudgetTooSmall as error:
             least = error.needed
         weights = max(
-            sum(v.sizes[0] for v in graph.vertices if host_copy_exists(v) and v.device == device.id)
+            sum(v.sizes[0] for v in graph.vertices if host_copy_exists(v) and v.space == device.id)
             for device in graph.devices
         )
         graph = with_memory(graph, lambda _: least + int(_SHARE * weights))

@@ -16,15 +16,17 @@ from typing import Any
 
 from benchmarks.common.provenance import provenance
 from benchmarks.common.shapes import PRESETS
+from benchmarks.common.speeds import speed_as_json
 from benchmarks.planner.captures import Workload, lora_outline
 from benchmarks.planner.table import limit, live_peak, weights
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.files import write_atomically
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.measure.costs import Estimated
 from disco_accel.plan.bound.lower_bound import bound_of
-from disco_accel.plan.summary import copied_bytes
+from disco_accel.plan.summary import swapped_bytes
 from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.roofline import Speed
 from disco_accel.simulate.simulator import Link, Machine, Simulator
@@ -37,7 +39,7 @@ H200 = Speed(
     single=4.0e13,
     memory=3.8e12,
     kernel=5e-6,
-    machine=Machine(h2d=Link(5.5e10, 1e-5), d2h=Link(5.5e10, 1e-5)),
+    machine=Machine(links={TO_DEVICE: Link(5.5e10, 1e-5), TO_HOST: Link(5.5e10, 1e-5)}),
 )
 """Six tenths of the arithmetic peaks of an H200's data sheet, eight tenths of its memory bandwidth, PCIe 5 x16 in each
 direction, 10 us a copy."""
@@ -137,10 +139,10 @@ def _row(cell: Cell, outlined: Outline, step: CostedStep, machine: Machine) -> R
         bound=bound.bound,
         limit=limit(bound),
         busy=dict(Simulator(plan, machine).run().busy),
-        reload=copied_bytes(plan, VertexKind.RELOAD),
-        offload=copied_bytes(plan, VertexKind.OFFLOAD),
+        reload=swapped_bytes(plan, swaps_in),
+        offload=swapped_bytes(plan, swaps_out),
         plan_seconds=round(planned.seconds["plan"], 1),
-        host=row.weights + plan.host_memory,
+        host=row.weights + plan.host.memory,
     )
 
 
@@ -193,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output is not None:
         device = "simulated: H200 behind 55 GB/s each way"
         head = provenance("python -m benchmarks.simulated", words, device)
-        result = {"benchmark": "simulated", **head, "speed": asdict(H200), "rows": [asdict(row) for row in made]}
+        result = {"benchmark": "simulated", **head, "speed": speed_as_json(H200), "rows": [asdict(row) for row in made]}
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(args.output, json.dumps(result, indent=1).encode())
     return 1 if any(row.needed is not None for row in made) else 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from disco_accel.graph.carried_values import carried_values, inputs_held
+from disco_accel.graph.copies import is_transfer, swaps_out
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import Ref, VertexKind
+from disco_accel.graph.taskgraph import Ref
 
 
 def fullest(plan: MemGraph, device: int, gradients: Collection[Ref]) -> tuple[dict[str, int], int]:
@@ -21,18 +22,20 @@ def fullest(plan: MemGraph, device: int, gradients: Collection[Ref]) -> tuple[di
     for position, vertex in enumerate(plan.vertices):
         for ref in vertex.inputs:
             last[ref] = position
-    leaves = {v.inputs[0] for v in plan.vertices if v.kind in (VertexKind.OFFLOAD, VertexKind.TRANSFER)}
+    leaves = {v.inputs[0] for v in plan.vertices if swaps_out(v) or is_transfer(v)}
+    sizes = {(v.id, k): size for v in plan.vertices for k, size in enumerate(v.sizes)}
     end = len(plan.vertices)
     changes: list[tuple[int, int, str, tuple[int, int]]] = []
     for ref, slot in plan.slots.items():
-        if slot.device != device or not slot.size:
+        size = sizes[ref]
+        if slot.space != device or not size:
             continue
         kept = carried[ref] in gradients
         kind = "weights" if ref in inputs else "gradients" if kept else "activations"
         begin, stop = place[ref[0]], last.get(ref, place[ref[0]])
         if kept and ref not in leaves:
             stop = end
-        changes += [(begin, 1, kind, (slot.addr, slot.size)), (stop + 1, -1, kind, (slot.addr, slot.size))]
+        changes += [(begin, 1, kind, (slot.offset, size)), (stop + 1, -1, kind, (slot.offset, size))]
     holders: dict[tuple[int, int], int] = {}
     now = dict.fromkeys(("weights", "gradients", "activations"), 0)
     most, where = dict(now), 0

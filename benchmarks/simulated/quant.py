@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.provenance import provenance
+from benchmarks.common.speeds import speed_as_json
 from benchmarks.simulated.lora import Cell, rows
 from disco_accel.graph.files import write_atomically
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.simulate.roofline import Speed
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.sizes import format_size, parse_size
@@ -30,7 +32,7 @@ CARD = Speed(
     single=4.9e13,
     memory=8.1e11,
     kernel=5e-6,
-    machine=Machine(h2d=Link(2.5e10, 1e-5), d2h=Link(2.5e10, 1e-5)),
+    machine=Machine(links={TO_DEVICE: Link(2.5e10, 1e-5), TO_HOST: Link(2.5e10, 1e-5)}),
 )
 """Six tenths of the arithmetic peaks of an RTX 4090's data sheet (165 TFLOPS in 16 bits), eight tenths of its memory
 bandwidth, 25 GB/s in each direction, 10 us a copy."""
@@ -134,7 +136,7 @@ def write(path: Path, made: Sequence[Mapping[str, Any]], words: Sequence[str]) -
     """Write ``made`` with its origin: simulated, no device."""
     device = "simulated: RTX 4090 behind 25 GB/s each way"
     head = provenance("python -m benchmarks.simulated.quant", words, device)
-    result = {"benchmark": "simulated-quant", **head, "speed": asdict(CARD), "rows": list(made)}
+    result = {"benchmark": "simulated-quant", **head, "speed": speed_as_json(CARD), "rows": list(made)}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(result, indent=1).encode())
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
+from disco_accel.graph.spaces import BETWEEN_DEVICES, TO_DEVICE, TO_HOST
 from disco_accel.simulate.roofline import Speed
 from disco_accel.simulate.simulator import Link, Machine
 
@@ -16,7 +17,9 @@ A100 = Speed(
     single=1.2e13,
     memory=1.2e12,
     kernel=5e-6,
-    machine=Machine(h2d=Link(2.5e10, 1e-5), d2h=Link(2.5e10, 1e-5), p2p=Link(2.0e11, 5e-6)),
+    machine=Machine(
+        links={TO_DEVICE: Link(2.5e10, 1e-5), TO_HOST: Link(2.5e10, 1e-5), BETWEEN_DEVICES: Link(2.0e11, 5e-6)}
+    ),
 )
 """Six tenths of the peaks of an A100, PCIe 4 x16 for each, NVLink between them."""
 P100 = Speed(
@@ -25,7 +28,9 @@ P100 = Speed(
     single=6.0e12,
     memory=5.5e11,
     kernel=5e-6,
-    machine=Machine(h2d=Link(1.2e10, 1e-5), d2h=Link(1.2e10, 1e-5), p2p=Link(1.0e10, 1e-5)),
+    machine=Machine(
+        links={TO_DEVICE: Link(1.2e10, 1e-5), TO_HOST: Link(1.2e10, 1e-5), BETWEEN_DEVICES: Link(1.0e10, 1e-5)}
+    ),
 )
 """Six tenths of the peaks of a P100, PCIe 3 x16 for each, by which copies between them go too."""
 SPEEDS = {"a100": A100, "p100": P100}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.provenance import provenance
+from benchmarks.common.speeds import speed_as_json
 from benchmarks.simulated_devices.cells import SPEEDS, Cell, cell_of
 from benchmarks.simulated_devices.rows import Row
 from disco_accel.errors import ConfigError
@@ -79,7 +80,7 @@ class ResultsFile:
             row = self._rows[cell]
             rows.append({**row, **{key: position[row[key]] for key in _RUNS if key in row}})
         head = {**self._run, "command": COMMAND}
-        speeds = {gpu: asdict(speed) for gpu, speed in SPEEDS.items()}
+        speeds = {gpu: speed_as_json(speed) for gpu, speed in SPEEDS.items()}
         runs = [self.runs[run] for run in sorted(used)]
         return {"benchmark": NAME, **head, "speeds": speeds, "runs": runs, "rows": rows}
 
@@ -114,7 +115,7 @@ def _read(path: Path | None, data: bytes) -> dict[str, Any]:
         runs, rows = found["runs"], found["rows"]
         for row in rows:
             cell_of(row), [row[key] for key in _FIGURES], [runs[row[key]]["planner"] for key in _RUNS if key in row]
-        speeds = json.loads(json.dumps({gpu: asdict(speed) for gpu, speed in SPEEDS.items()}))
+        speeds = json.loads(json.dumps({gpu: speed_as_json(speed) for gpu, speed in SPEEDS.items()}))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ConfigError(f"{path}: no results of {COMMAND} to keep ({error!r}); write to another file") from error
     if rows and found.get("speeds") != speeds:

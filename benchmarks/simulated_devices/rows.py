@@ -15,12 +15,13 @@ from benchmarks.common.shapes import PRESETS
 from benchmarks.planner.captures import Workload, lora_outline, prompt_outline
 from benchmarks.simulated_devices.cells import MEMORY, SPEEDS, Cell, Kind
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.files import fingerprint
 from disco_accel.graph.passes import arena_of
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.measure.costs import Estimated
 from disco_accel.plan.bound.lower_bound import Bound, bound_of
-from disco_accel.plan.summary import copied_bytes
+from disco_accel.plan.summary import swapped_bytes
 from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.simulator import Simulator
 from disco_accel.step.compile.budget_parts import BudgetFacts
@@ -122,8 +123,8 @@ def row(cell: Cell, plan_seconds: float | None = None, say: Say = lambda _: None
         graph=fingerprint(planned.graph),
         period=(simulator.run(steps=_STEPS).makespan - simulator.run().makespan) / (_STEPS - 1),
         **in_row(bound_of(planned.graph, machine)),
-        reload=copied_bytes(planned.plan, VertexKind.RELOAD),
-        offload=copied_bytes(planned.plan, VertexKind.OFFLOAD),
+        reload=swapped_bytes(planned.plan, swaps_in),
+        offload=swapped_bytes(planned.plan, swaps_out),
         vertices=len(planned.plan.vertices),
         plan_seconds=round(planned.seconds["plan"], 1),
         cut=planned.cut,

@@ -18,6 +18,7 @@ from benchmarks.gpu.link import rate
 from benchmarks.gpu.models import arena_llama, batch_for, draw_weights, meta_llama, with_adapter
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.capture.parts import frozen_parts
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.native.backend import run_device
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.step.placement.streamed_eager import StreamedEager
@@ -233,7 +234,8 @@ class Planned(Engine):
         traced = [kernel_seconds(step, run) for _ in range(3)]
         seconds = sorted(traced, key=lambda found: sum(found.values()))[1]
         self.optimizer.zero_grad()
-        return {"any_plan": any_plan_of(step, seconds, Machine(h2d=Link(h2d, 0.0), d2h=Link(d2h, 0.0)))}
+        machine = Machine(links={TO_DEVICE: Link(h2d, 0.0), TO_HOST: Link(d2h, 0.0)})
+        return {"any_plan": any_plan_of(step, seconds, machine)}
 
 
 def link_rates() -> dict[str, float]:

@@ -12,7 +12,9 @@ import torch
 
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.graph.check import after_gate
-from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, TensorSpec, Vertex, VertexKind
+from disco_accel.graph.copies import is_transfer
+from disco_accel.graph.spaces import Space, SpaceKind
+from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorSpec, Vertex, VertexKind
 from disco_accel.graph.traits import MADE_FOREIGN
 from disco_accel.graph.values import arrives_at_gate
 
@@ -45,7 +47,7 @@ def with_leaving_gradients(captured: CapturedStep) -> CapturedStep:
 
 def leaving_by(graph: TaskGraph) -> dict[Ref, int]:
     """Gradient → the transfer that takes it to the user's memory."""
-    transfers = (vertex for vertex in graph.vertices if vertex.kind is VertexKind.TRANSFER)
+    transfers = (vertex for vertex in graph.vertices if is_transfer(vertex))
     return {vertex.inputs[0]: vertex.id for vertex in transfers if vertex.traits == MADE_FOREIGN}
 
 
@@ -78,8 +80,8 @@ def _with_transfers(graph: TaskGraph, leaving: Collection[Ref], held: Collection
         refs = [(vertex.id, output) for output in range(len(vertex.sizes)) if (vertex.id, output) in leaving]
         vertices.append(replace(vertex, keep=False) if refs and vertex.id not in held else vertex)
         for ref in refs:
-            transfer = Vertex(next(fresh), VertexKind.TRANSFER, host, "gradient", (ref,), (vertex.sizes[ref[1]],))
+            copy = Vertex(next(fresh), VertexKind.COPY, host, "gradient", (ref,), (vertex.sizes[ref[1]],))
             after = () if vertex.id in behind else late
-            vertices.append(replace(transfer, traits=MADE_FOREIGN, after=after))
-    devices = (*graph.devices, Device(host, graph.devices[0].alignment, host=True))
-    return replace(graph, devices=devices, vertices=tuple(vertices))
+            vertices.append(replace(copy, source=vertex.space, traits=MADE_FOREIGN, after=after))
+    spaces = (*graph.spaces, Space(host, graph.devices[0].alignment, kind=SpaceKind.HOST))
+    return replace(graph, spaces=spaces, vertices=tuple(vertices))

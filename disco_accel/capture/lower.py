@@ -69,7 +69,7 @@ class OpLowering:
         vertex = Vertex(
             id=id_,
             kind=VertexKind.INPUT,
-            device=0,
+            space=0,
             op=flags.op,
             sizes=(storage_bytes(tensor),),
             traits=flags.traits,
@@ -168,7 +168,7 @@ def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: OpLowering,
         Vertex(
             id=id_,
             kind=VertexKind.KERNEL,
-            device=0,
+            space=0,
             op=name,
             inputs=tuple(inputs),
             sizes=tuple(sizes),

@@ -36,7 +36,8 @@ from disco_accel.capture.waiting_modules import modules_wait
 from disco_accel.errors import CaptureError
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.passes import AppliedPass, run_passes
-from disco_accel.graph.taskgraph import Device, TaskGraph, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN, Traits
 from disco_accel.native.host_memory import place
 from disco_accel.shortage import met_shortage
@@ -418,7 +419,7 @@ def _lower(
         mark(low, output.ref, out=True, keep=True)
     gradients = _gradients(low, [key for source, key in sources if source is InputSource.TRAINABLE], grads)
     # The arena's size is the planner's business; a device's memory only bounds it.
-    device = Device(0, sum(sum(v.sizes) for v in low.vertices))
+    device = Space(0, sum(sum(v.sizes) for v in low.vertices))
     # By the last output the forward has run, which is what the user's generator has to show.
     passes = hold_back(low, traced.output_grads), chain_draws(max(output.ref for output in outputs))
     applied: list[AppliedPass] = []

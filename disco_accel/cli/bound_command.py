@@ -48,7 +48,7 @@ def _read_fitting(options: argparse.Namespace, memory: int | None) -> TaskGraph:
     graph = read_taskgraph(options.task, options.names)
     for device in graph.devices:
         need, vertex = largest_need(graph, device.id)
-        memory_given = device.memory if memory is None or device.host else memory
+        memory_given = device.memory if memory is None or device.is_host_device else memory
         if vertex is not None and need > memory_given:
             raise BudgetTooSmall(need, memory_given, called(vertex))
     return graph

@@ -50,19 +50,18 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--planner", default="timed", help="timed, or build (the paper's)")
     parser.add_argument("--policy", default="auto", help=_POLICIES)
     recipe_commands.plan_seconds_argument(parser)
-    convert_command.schema_argument(parser, "that of the task graph's file")
 
 
 def _compile(options: argparse.Namespace) -> int:
     from disco_accel.config.keys import unused_policy
-    from disco_accel.graph.files import read_taskgraph_version, write_memgraph
+    from disco_accel.graph.files import read_taskgraph, write_memgraph
     from disco_accel.plan import make_plan
     from disco_accel.plan.search_work import SearchWork
     from disco_accel.plan.summary import cut_short, summary
 
     memory = None if options.memory is None else parse_size(options.memory)
     names = options.names
-    graph, version = read_taskgraph_version(options.task, names)
+    graph = read_taskgraph(options.task, names)
     asked = {"policy": options.policy, "planner": options.planner, "cyclic": options.cyclic}
     recipe_commands.say(unused_policy(options.planner, options.policy))
     work = SearchWork(recipe_commands.deadline(options))
@@ -73,7 +72,7 @@ def _compile(options: argparse.Namespace) -> int:
         raise _with_culprit(error, graph, memory) from None
     seconds = time.perf_counter() - started
     try:
-        write_memgraph(plan, options.output, names, options.schema or version)
+        write_memgraph(plan, options.output, names)
     except OSError as error:
         raise ConfigError(f"{options.output}: cannot be written: {error.strerror}") from None
     print(json.dumps({**summary(plan), "seconds": round(seconds, 3), "drafts": work.drafts, "cut_short": work.cut}))
@@ -91,7 +90,8 @@ def _with_culprit(error: BudgetTooSmall, graph: TaskGraph, memory: int | None) -
     most, what = 0, error.what
     for device in graph.devices:
         need, vertex = largest_need(graph, device.id)
-        if vertex is not None and need > max(most, device.memory if memory is None or device.host else memory):
+        given = device.memory if memory is None or device.is_host_device else memory
+        if vertex is not None and need > max(most, given):
             most = need
             what = f"the plan of '{plain(graph.name)}', whose {called(vertex)} takes {need} bytes by itself,"
     return BudgetTooSmall(error.needed, error.given, what, error.parts, error.devices)

@@ -10,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
+from disco_accel.graph.spaces import BETWEEN_DEVICES, TO_DEVICE, TO_HOST
 from disco_accel.graph.value_numbering import kept_bytes
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.native.device_types import DEVICE_TYPES
@@ -130,14 +131,14 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 def capture(options: argparse.Namespace) -> int:
     """Write the task graph of a recipe's training step, with estimated durations and the scratch that is known."""
-    from disco_accel.graph.files import version_needed, write_taskgraph
+    from disco_accel.graph.files import write_taskgraph
     from disco_accel.step.compile.pipeline import with_costs
 
     outlined, costs, _ = _outlined(options)
     step = with_costs(outlined.captured.graph, costs, outlined.captured.passes)
     say(step.costs.note)
     try:
-        write_taskgraph(step.graph, options.output, version=version_needed(step.graph))
+        write_taskgraph(step.graph, options.output)
     except OSError as error:
         raise ConfigError(f"{options.output}: cannot be written: {error.strerror}") from None
     kernels = len(step.graph.ops)
@@ -252,11 +253,11 @@ def _figures(outlined: Any, made: StepWithPlan, config: DiscoConfig) -> dict[str
     rounded = TrainedBytes.of(outlined.model, keeps_masters(config)).rounded
     packed = packed_bytes(shared_weights(outlined.captured), dict(outlined.model.named_parameters()))
     if isinstance(config.host_memory, int):
-        require_host_memory(config.host_memory, planned.graph, planned.plan.host_memory, rounded, copies, packed)
+        require_host_memory(config.host_memory, planned.graph, planned.plan.host.memory, rounded, copies, packed)
     chunks = made.chunks
     return {
         **({} if chunks is None else {"chunks": {"kernels": chunks.kernels, "most": chunks.most, "sums": chunks.sums}}),
-        "host_memory": host_memory_parts(planned.graph, planned.plan.host_memory, rounded, copies, packed),
+        "host_memory": host_memory_parts(planned.graph, planned.plan.host.memory, rounded, copies, packed),
         "optimizer": outlined.optimizer.value,
         "update": outlined.update,
         "cut_short": planned.cut,
@@ -323,7 +324,7 @@ def _machine(device: str, config: DiscoConfig) -> Any:
     if backend.separate_memory or config.link_bandwidth is None:
         return backend.speed.machine
     link = Link(float(config.link_bandwidth), config.link_latency)
-    return Machine(h2d=link, d2h=link, p2p=link)
+    return Machine(links=dict.fromkeys((TO_DEVICE, TO_HOST, BETWEEN_DEVICES), link))
 
 
 def _memory(options: argparse.Namespace, config: DiscoConfig) -> int:

@@ -12,7 +12,8 @@ from disco_accel.decompose.layers import placements, way_fits
 from disco_accel.decompose.neighbours import from_neighbours, weights_fit
 from disco_accel.decompose.spread import SpreadGraph, spread
 from disco_accel.graph.passes import AppliedPass, applied_pass
-from disco_accel.graph.taskgraph import Device, TaskGraph
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.common.serial_orders import unlimited_run
 from disco_accel.plan.quick_plan import quick_seconds
 from disco_accel.simulate.machine import Machine
@@ -74,9 +75,9 @@ def _faster_neighbours(done: SpreadGraph, machine: Machine) -> SpreadGraph | Non
     return sent if quick_seconds(sent.graph, machine) < _GAIN * own else None
 
 
-def _devices(graph: TaskGraph, memory: Sequence[int]) -> list[Device]:
+def _devices(graph: TaskGraph, memory: Sequence[int]) -> list[Space]:
     """The device of ``graph`` and more like it, with as many bytes as ``memory`` says."""
-    own = next(device for device in graph.devices if not device.host)
+    own = next(device for device in graph.devices if not device.is_host_device)
     fresh = max(device.id for device in graph.devices) + 1
     ids = [own.id, *range(fresh, fresh + len(memory) - 1)]
     return [replace(own, id=id_, memory=max(size, own.alignment)) for id_, size in zip(ids, memory, strict=True)]

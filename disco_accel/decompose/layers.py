@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from disco_accel.graph.check import after_gate
+from disco_accel.graph.spaces import TO_DEVICE
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.simulate.machine import Machine
@@ -114,7 +115,7 @@ def _cuts(loads: Sequence[_Load], memory: Sequence[int], machine: Machine) -> li
     def seconds(begin: int, end: int, device: int) -> float:
         parts = loads[begin:end]
         loaded = max(0, sum(part.weights for part in parts) - memory[device]) * max(part.times for part in parts)
-        return max(sum(part.seconds for part in parts), loaded / machine.h2d.bandwidth)
+        return max(sum(part.seconds for part in parts), loaded / machine.link(TO_DEVICE).bandwidth)
 
     # best[k][n]: the first k devices have the first n layers; the shortest longest time, and where device k begins.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]

@@ -82,7 +82,7 @@ class _Parts:
             for binding in captured.bindings
             if not part or binding.vertex in own
         ]
-        self._device = next(device.id for device in self._graph.devices if not device.host)
+        self._device = next(device.id for device in self._graph.devices if not device.is_host_device)
         self.outputs: tuple[ValueBinding, ...] = ()
         self.gradients: tuple[ValueBinding, ...] = ()
 

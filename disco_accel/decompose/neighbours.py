@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 
 from disco_accel.decompose.spread import SpreadGraph
 from disco_accel.graph.check import after_gate
+from disco_accel.graph.copies import is_transfer
 from disco_accel.graph.home_uses import host_devices
+from disco_accel.graph.spaces import BETWEEN_DEVICES, TO_DEVICE
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import may_leave, never_changes
 from disco_accel.simulate.machine import Machine
@@ -35,17 +37,17 @@ def from_neighbours(done: SpreadGraph, machine: Machine) -> SpreadGraph | None:
     early. None where no weight has several readers, or where copies between devices are slower than loads.
     """
     shared = _shared_weights(done, machine)
-    if not shared or machine.p2p.bandwidth < machine.h2d.bandwidth:
+    if not shared or machine.link(BETWEEN_DEVICES).bandwidth < machine.link(TO_DEVICE).bandwidth:
         return None
     return _Sending(done, shared).run()
 
 
 def weights_fit(graph: TaskGraph) -> bool:
     """Whether each device has memory for all weights that it reads."""
-    room = {device.id: device.memory for device in graph.devices if not device.host}
+    room = {device.id: device.memory for device in graph.devices if not device.is_host_device}
     for vertex in graph.vertices:
-        if never_changes(vertex) and vertex.device in room:
-            room[vertex.device] -= vertex.sizes[0]
+        if never_changes(vertex) and vertex.space in room:
+            room[vertex.space] -= vertex.sizes[0]
     return min(room.values()) >= 0
 
 
@@ -56,10 +58,11 @@ def _shared_weights(done: SpreadGraph, machine: Machine) -> dict[int, dict[int, 
     found: dict[int, dict[int, int]] = {}
     for copy, of in done.copies.items():
         weight = by_id[of]
-        slow = machine.h2d.seconds(weight.sizes[0], weight.device) > _LATENCIES * machine.h2d.latency
-        if slow and never_changes(weight) and may_leave(weight) and weight.device not in hosts:
-            found.setdefault(of, {weight.device: of})[by_id[copy].device] = copy
-    sent = {producer for v in done.graph.vertices if v.kind is VertexKind.TRANSFER for producer, _ in v.inputs}
+        link = machine.link(TO_DEVICE)
+        slow = link.seconds(weight.sizes[0], weight.space) > _LATENCIES * link.latency
+        if slow and never_changes(weight) and may_leave(weight) and weight.space not in hosts:
+            found.setdefault(of, {weight.space: of})[by_id[copy].space] = copy
+    sent = {producer for v in done.graph.vertices if is_transfer(v) for producer, _ in v.inputs}
     return {of: there for of, there in found.items() if sent.isdisjoint(there.values())}
 
 
@@ -98,7 +101,7 @@ class _Sending:
                 inputs = tuple(self._input(ref, vertex) for ref in vertex.inputs)
                 self._vertices.append(replace(vertex, inputs=inputs))
             elif weight == vertex.id:
-                self._vertices.append(replace(vertex, device=self._home[weight]))
+                self._vertices.append(replace(vertex, space=self._home[weight]))
         copies = {copy: of for copy, of in self._done.copies.items() if copy not in self._weight_of}
         return replace(self._done, graph=replace(self._graph, vertices=tuple(self._vertices)), copies=copies)
 
@@ -107,7 +110,7 @@ class _Sending:
         if weight is None:
             return ref
         # Kernels of a device in host memory read it there.
-        at_home = reader.device in (self._home[weight], *host_devices(self._graph.devices))
+        at_home = reader.space in (self._home[weight], *host_devices(self._graph.devices))
         return (weight, 0) if at_home else self._sent(weight, reader)
 
     def _homes(self, shared: Mapping[int, Mapping[int, int]]) -> dict[int, int]:
@@ -116,7 +119,7 @@ class _Sending:
         loaded: dict[int, int] = defaultdict(int)
         for vertex in self._graph.vertices:
             if never_changes(vertex) and vertex.id not in self._weight_of:
-                loaded[vertex.device] += vertex.sizes[0]
+                loaded[vertex.space] += vertex.sizes[0]
         homes: dict[int, int] = {}
         for vertex in self._graph.vertices:
             for producer, _ in vertex.inputs:
@@ -128,13 +131,14 @@ class _Sending:
 
     def _sent(self, weight: int, reader: Vertex) -> Ref:
         """``weight`` as ``reader`` gets it, with a new transfer if its device has read much since the last."""
-        device, size = reader.device, self._by_id[weight].sizes[0]
+        device, size = reader.space, self._by_id[weight].sizes[0]
         known = self._last.get((weight, device))
         if known is not None and self._bytes[device] - known.at <= self._ahead[device]:
             known.at = self._bytes[device]
             return known.ref
-        moved = Vertex(next(self._fresh), VertexKind.TRANSFER, device, "to_device", ((weight, 0),), (size,))
-        self._vertices.append(replace(moved, after=self._not_before(reader, size)))
+        moved = Vertex(next(self._fresh), VertexKind.COPY, device, "to_device", ((weight, 0),), (size,))
+        after = self._not_before(reader, size)
+        self._vertices.append(replace(moved, after=after, source=self._home[weight]))
         self._bytes[device] += size
         made = self._last[weight, device] = _Copy((moved.id, 0), size, reader.id, self._bytes[device])
         self._copies[device].append(made)
@@ -143,9 +147,9 @@ class _Sending:
     def _not_before(self, reader: Vertex, size: int) -> tuple[int, ...]:
         """What a copy of ``size`` bytes for ``reader`` waits for: the first reader of the last copy that is not ahead
         of that one."""
-        for copy in reversed(self._copies[reader.device]):
+        for copy in reversed(self._copies[reader.space]):
             size += copy.size
-            if size > self._ahead[reader.device] and copy.first != reader.id:
+            if size > self._ahead[reader.space] and copy.first != reader.id:
                 # Nothing that is handed out at the gate may wait for what comes behind.
                 return (copy.first,) if reader.id in self._behind or copy.first not in self._behind else ()
         return ()

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from disco_accel.errors import CaptureError
 from disco_accel.graph.check import called
+from disco_accel.graph.copies import is_transfer
 from disco_accel.graph.home_uses import host_devices
-from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space, SpaceKind
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import changes_over_steps, host_copy_exists, is_foreign, overwrites
 
 
@@ -23,7 +25,7 @@ class SpreadGraph:
 
 
 def spread(
-    graph: TaskGraph, device_of: Mapping[int, int], devices: Sequence[Device], handed_out: Collection[Ref]
+    graph: TaskGraph, device_of: Mapping[int, int], devices: Sequence[Space], handed_out: Collection[Ref]
 ) -> SpreadGraph:
     """Return ``graph`` with each kernel of ``device_of`` on its device, and transfers where a value crosses.
 
@@ -42,7 +44,7 @@ def spread(
 class _Spreading:
     graph: TaskGraph
     device_of: Mapping[int, int]
-    devices: Sequence[Device]
+    devices: Sequence[Space]
     handed_out: set[Ref]
     vertices: list[Vertex] = field(default_factory=list)
     inputs: list[Vertex] = field(default_factory=list)
@@ -61,11 +63,14 @@ class _Spreading:
     def run(self) -> SpreadGraph:
         for vertex in self.graph.vertices:
             device = self.placed[vertex.id]
-            if vertex.kind is VertexKind.KERNEL or (vertex.kind is VertexKind.TRANSFER and device not in self.hosts):
+            if vertex.kind is VertexKind.KERNEL or (is_transfer(vertex) and device not in self.hosts):
                 vertex = replace(vertex, inputs=tuple(self._on(ref, device) for ref in vertex.inputs))
-            self._add(replace(vertex, device=device))
-        on_host = tuple(device for device in self.graph.devices if device.host)
-        graph = replace(self.graph, devices=(*self.devices, *on_host), vertices=(*self.inputs, *self.vertices))
+            source = vertex.source
+            if vertex.kind is VertexKind.COPY:
+                source = self.placed[vertex.inputs[0][0]] if device in self.hosts else device
+            self._add(replace(vertex, space=device, source=source))
+        others = tuple(space for space in self.graph.spaces if space.kind is not SpaceKind.DEVICE)
+        graph = replace(self.graph, spaces=(*self.devices, *others), vertices=(*self.inputs, *self.vertices))
         return SpreadGraph(graph, self.copies, self.home)
 
     def _placed(self) -> dict[int, int]:
@@ -91,29 +96,29 @@ class _Spreading:
                 for producer, _ in vertex.inputs:
                     read_on.setdefault(producer, placed[vertex.id])
         for vertex in self.graph.vertices:
-            if host_copy_exists(vertex) and vertex.device not in self.hosts:
+            if host_copy_exists(vertex) and vertex.space not in self.hosts:
                 where = (written_on if changes_over_steps(vertex) else read_on).get(vertex.id)
                 placed[vertex.id] = read_on.get(vertex.id, self.first) if where is None else where
         return placed
 
     def _own(self, vertex: Vertex) -> int:
-        if vertex.device in self.hosts:
-            return vertex.device
+        if vertex.space in self.hosts:
+            return vertex.space
         return self.device_of.get(vertex.id, self.first) if vertex.kind is VertexKind.KERNEL else self.first
 
     def _add(self, vertex: Vertex) -> None:
         """Put ``vertex`` at the end. What the user gets of it follows to the first device, and with it the flags."""
         gets = [(vertex.id, k) for k in range(len(vertex.sizes)) if (vertex.id, k) in self.handed_out]
         flagged = vertex.out or vertex.keep
-        away = flagged and gets and vertex.device not in (self.first, *self.hosts)
+        away = flagged and gets and vertex.space not in (self.first, *self.hosts)
         self.vertices.append(replace(vertex, out=False, keep=False) if away else vertex)
         for ref in gets:
             self.home[ref] = self._moved(ref, self.first, vertex) if away else ref
 
     def _moved(self, ref: Ref, device: int, flags: Vertex | None = None) -> Ref:
         """A transfer of ``ref``, whose vertex is there already, to ``device``."""
-        size = self.by_id[ref[0]].sizes[ref[1]]
-        moved = Vertex(self._next(), VertexKind.TRANSFER, device, "to_device", (ref,), (size,))
+        size, source = self.by_id[ref[0]].sizes[ref[1]], self.placed[ref[0]]
+        moved = Vertex(self._next(), VertexKind.COPY, device, "to_device", (ref,), (size,), source=source)
         if flags is not None:
             moved = replace(moved, out=flags.out, keep=flags.keep)
         self.vertices.append(moved)
@@ -134,7 +139,7 @@ class _Spreading:
             return known
         if not host_copy_exists(vertex) or changes_over_steps(vertex) or is_foreign(vertex):
             return self._moved(ref, device)
-        copy = replace(vertex, id=self._next(), device=device)
+        copy = replace(vertex, id=self._next(), space=device)
         self.inputs.append(copy)
         self.copies[copy.id] = vertex.id
         self.there[ref, device] = copy.id, 0

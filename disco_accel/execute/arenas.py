@@ -16,11 +16,13 @@ def arena_bytes(memgraph: MemGraph, device: int | None = None) -> int:
     does not lie in host memory."""
     if device is None:
         device = _only(memgraph)
-    return max((slot.addr + slot.size for slot in memgraph.slots.values() if slot.device == device), default=0)
+    sizes = {(vertex.id, k): size for vertex in memgraph.vertices for k, size in enumerate(vertex.sizes)}
+    slots = memgraph.slots.items()
+    return max((slot.offset + sizes[ref] for ref, slot in slots if slot.space == device), default=0)
 
 
 def _only(memgraph: MemGraph) -> int:
-    own = [device.id for device in memgraph.devices if not device.host]
+    own = [device.id for device in memgraph.devices if not device.is_host_device]
     if len(own) != 1:
         raise ConfigError(f"the plan has {len(own)} devices: say which one, by id")
     return own[0]
@@ -29,7 +31,7 @@ def _only(memgraph: MemGraph) -> int:
 def places_of(memgraph: MemGraph, devices: Sequence[torch.device]) -> dict[int, torch.device]:
     """Where each device of the plan has its arena, by id. ``devices``: those not in host memory, in its order."""
     rest = iter(devices)
-    return {device.id: torch.device("cpu") if device.host else next(rest) for device in memgraph.devices}
+    return {device.id: torch.device("cpu") if device.is_host_device else next(rest) for device in memgraph.devices}
 
 
 def arenas_of(
@@ -49,9 +51,9 @@ def arenas_of(
         arena = (given or {}).get(planned.id)
         if arena is None:
             arena = device_arena(needed, places[planned.id])
-            if planned.host:
+            if planned.is_host_device:
                 on_host.append(arena)
-        elif planned.host and not arena.is_cpu:
+        elif planned.is_host_device and not arena.is_cpu:
             raise ExecutionError(
                 f"the arena of device {planned.id} is on {arena.device}, but the device lies in host memory: make it "
                 "with host_arena()"

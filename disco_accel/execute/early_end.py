@@ -52,7 +52,7 @@ def bring_home(
         if not ran[position[last[0]]]:
             continue
         if not ran[position[offloads[last]]]:
-            slot = graph.slots[last]
-            homes.write(state, arenas[slot.device][slot.addr : slot.addr + slot.size])
+            slot, size = graph.slots[last], graph.vertices[position[last[0]]].sizes[last[1]]
+            homes.write(state, arenas[slot.space][slot.offset : slot.offset + size])
         done.add(state)
     return frozenset(done)

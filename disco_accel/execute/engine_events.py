@@ -34,7 +34,7 @@ def events_of(table: torch.Tensor, plan: MemGraph, compute_streams: int) -> list
     """The rows of ``EVENT_COLUMNS`` of a step of ``plan``; a device in host memory has one compute stream."""
     ids = [vertex.id for vertex in plan.vertices]
     copies = [lane.name.lower() for lane in CopyLane]
-    streams = [1 if device.host else compute_streams for device in plan.devices]
+    streams = [1 if device.is_host_device else compute_streams for device in plan.devices]
     lanes = [[*(f"compute{i}" for i in range(count)), *copies] for count in streams]
     return [
         Event(

@@ -109,7 +109,7 @@ class Executor:
         Raises ConfigError for a bad option and ExecutionError for a plan that lacks a call, an address or host bytes.
         """
         load_extension()
-        count = sum(not device.host for device in memgraph.devices)
+        count = sum(not device.is_host_device for device in memgraph.devices)
         settings, links = engine_settings(options), engine_links(options, count)
         device = first_device(options)
         self._backend = backend_of(device)
@@ -121,8 +121,8 @@ class Executor:
         self._describer = Describer(memgraph, ops, names or {})
         homes = homes_of(memgraph.vertices, states or {}, self._describer)
         arenas, made_here = arenas_of(memgraph, arena, places)
-        require_left(memgraph.host_memory, "room for offloaded values")
-        offloaded = host_arena(memgraph.host_memory)
+        require_left(memgraph.host.memory, "room for offloaded values")
+        offloaded = host_arena(memgraph.host.memory)
         if self._backend.separate_memory:
             place_pages(offloaded, device)
         self._memory = Memory(arenas, offloaded, dict(clean), homes)
@@ -159,7 +159,7 @@ class Executor:
                     list(memory.states.values()),
                     settings,
                     links,
-                    ["" if device.host else str(places[device.id]) for device in devices],
+                    ["" if device.is_host_device else str(places[device.id]) for device in devices],
                 )
         except (ValueError, RuntimeError) as error:
             if is_shortage(error):
@@ -304,7 +304,8 @@ class Executor:
         """Sizes in bytes, seconds and counts of the last step. Call between steps; ``touched_bytes`` walks the pages.
 
         Keys: steps, vertices, changes (vertices that change a state), arena_bytes, touched_bytes, host_bytes (arenas
-        of host devices too), offload_bytes, reload_bytes, transfer_bytes, c10_allocations, planned_allocations,
+        of host devices too), offload_bytes to the host, reload_bytes from it, transfer_bytes between devices,
+        c10_allocations, planned_allocations,
         step_seconds, gate_seconds (waiting for ``deliver``), op_seconds (inside ops on the engine's own thread),
         engine_seconds (its own cost).
         The last two are measured while tracing, or with ``time_ops``; where ops have threads of their own (several
@@ -313,7 +314,7 @@ class Executor:
         self._require_own_process()
         measured = self._engine.counters()
         out: dict[str, int | float] = {k: v if k.endswith("seconds") else int(v) for k, v in measured.items()}
-        on_host = {device.id for device in self._graph.devices if device.host}
+        on_host = {device.id for device in self._graph.devices if device.is_host_device}
         arenas = [arena for device, arena in self._memory.devices.items() if device not in on_host]
         out["arena_bytes"] = sum(arena.numel() for arena in arenas)
         out["host_bytes"] = self._memory.host.numel() + sum(self._memory.devices[i].numel() for i in on_host)
@@ -425,7 +426,7 @@ class Executor:
 
     def ops_run_on_host(self) -> int:
         """Kernels of host devices that the last step has run to their end, a step that ended early included."""
-        hosts = (i for i, device in enumerate(self._graph.devices) if device.host)
+        hosts = (i for i, device in enumerate(self._graph.devices) if device.is_host_device)
         return sum(self._engine.ops_run(i) for i in hosts)
 
     def failed_vertex(self) -> int | None:

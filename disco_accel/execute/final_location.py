@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.planned_states import PlannedStates
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 
@@ -38,11 +39,11 @@ class FinalResidences:
         self._vertices = {vertex.id: vertex for vertex in graph.vertices}
         self._offloads = defaultdict[Ref, list[Vertex]](list)
         self._reloads = defaultdict[Ref, list[Vertex]](list)
-        offloaded = {v.id: v.inputs[0] for v in graph.vertices if v.kind is VertexKind.OFFLOAD}
+        offloaded = {v.id: v.inputs[0] for v in graph.vertices if swaps_out(v)}
         for vertex in graph.vertices:
-            if vertex.kind is VertexKind.OFFLOAD:
+            if swaps_out(vertex):
                 self._offloads[vertex.inputs[0]].append(vertex)
-            elif vertex.kind is VertexKind.RELOAD:
+            elif swaps_in(vertex):
                 # A state's version may come from its home, and keeps its name through any number of copies.
                 copied = states.version.get((vertex.id, 0)), offloaded.get(vertex.inputs[0][0])
                 for value in dict.fromkeys(ref for ref in copied if ref is not None):
@@ -50,24 +51,21 @@ class FinalResidences:
         self._find_last_writes()
 
     def _find_last_writes(self) -> None:
-        """Fill ``_kept`` with values whose slots are not written to after them, ``_stored`` with such offloads."""
-        self._kept, self._stored = set[Ref](), set[int]()
-        written, host = defaultdict[int, _Written](_Written), _Written()
+        """Fill ``_kept`` with values whose slots are not written to after them."""
+        self._kept = set[Ref]()
+        written = defaultdict[int, _Written](_Written)
         for vertex in reversed(self._graph.vertices):
             refs = [(vertex.id, k) for k in range(len(vertex.sizes))]
-            slots = [(ref, slot) for ref in refs if (slot := self._graph.slots.get(ref)) is not None]
-            self._kept.update(
-                ref for ref, slot in slots if not written[slot.device].reaches(slot.addr, slot.addr + slot.size)
-            )
+            slots = [
+                (ref, slot.space, slot.offset, slot.offset + size)
+                for ref, size in zip(refs, vertex.sizes, strict=True)
+                if (slot := self._graph.slots.get(ref)) is not None
+            ]
+            self._kept.update(ref for ref, space, begin, end in slots if not written[space].reaches(begin, end))
             # What is there when a step begins is no write.
             if vertex.kind is not VertexKind.INPUT:
-                for _, slot in slots:
-                    written[slot.device].add(slot.addr, slot.addr + slot.size)
-            offset = self._graph.host_offsets.get(vertex.id)
-            if offset is not None:
-                if not host.reaches(offset, offset + vertex.sizes[0]):
-                    self._stored.add(vertex.id)
-                host.add(offset, offset + vertex.sizes[0])
+                for _, space, begin, end in slots:
+                    written[space].add(begin, end)
 
     def of(self, ref: Ref) -> Residence:
         """The place that still holds ``ref`` at the end: on the device if one does, else at home or in the host arena;
@@ -81,12 +79,12 @@ class FinalResidences:
         for place in (ref, *((v.id, 0) for v in reversed(copies) if v.sizes[0] == size)):
             slot = self._graph.slots.get(place)
             if slot is not None and place in self._kept:
-                return Residence(slot.device, slot.addr, slot.size)
+                return Residence(slot.space, slot.offset, size)
         if home is not None:
             return home
         for offload in self._offloads.get(ref, ()):
-            if offload.id in self._stored:
-                return Residence(None, self._graph.host_offsets[offload.id], offload.sizes[0])
+            if (offload.id, 0) in self._kept:
+                return Residence(None, self._graph.slots[offload.id, 0].offset, offload.sizes[0])
         raise ExecutionError(f"value {ref[1]} of vertex {ref[0]} is not kept by the plan")
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from disco_accel.errors import ExecutionError
 from disco_accel.graph.carried_values import carried_values, taskgraph_of
+from disco_accel.graph.copies import swaps_out
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import MemGraph, Slot
-from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
+from disco_accel.graph.taskgraph import Ref, Vertex
 from disco_accel.graph.values import changes_over_steps, lasting_versions, outlives_step, overwrites
 
 
@@ -44,7 +45,7 @@ class PlannedStates:
 
     def stores(self, vertex: Vertex) -> bool:
         """Whether the vertex copies a version of a state home."""
-        return vertex.kind is VertexKind.OFFLOAD and (vertex.id, 0) in self.version
+        return swaps_out(vertex) and (vertex.id, 0) in self.version
 
     def changes(self, vertex: Vertex) -> bool:
         """Whether the vertex writes a version of a state, or its home."""
@@ -65,7 +66,7 @@ def planned_states(plan: MemGraph) -> PlannedStates:
     at_home = {first: (first, 0) for first in last}
     for vertex in plan.vertices:
         for ref in ((vertex.id, k) for k in range(len(vertex.sizes))):
-            if ref in written or (vertex.kind is VertexKind.OFFLOAD and ref in version):
+            if ref in written or (swaps_out(vertex) and ref in version):
                 at_home[state[version[ref]]] = version[ref]
     unstored = {}
     for each, newest in last.items():

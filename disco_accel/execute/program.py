@@ -10,9 +10,10 @@ import torch
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.planned_states import PlannedStates, planned_states
 from disco_accel.execute.used_at_home import UsedAtHome
-from disco_accel.graph.byte_ranges import is_resident_range, ranged_values
 from disco_accel.graph.check import after_gate
+from disco_accel.graph.copies import is_resident_range, is_transfer, ranged_values, swaps_out
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.spaces import Routes
 from disco_accel.graph.taskgraph import OpCall, Ref, Vertex, VertexKind, tensor_args
 from disco_accel.graph.values import (
     arrives_at_gate,
@@ -23,7 +24,14 @@ from disco_accel.graph.values import (
     outlives_step,
 )
 from disco_accel.measure.record import OpRecord
-from disco_accel.native.engine_numbers import COPIED_COLUMNS, EDGE_COLUMNS, VERTEX_COLUMNS, ResultMode, VertexFlag
+from disco_accel.native.engine_numbers import (
+    COPIED_COLUMNS,
+    EDGE_COLUMNS,
+    VERTEX_COLUMNS,
+    CopyLane,
+    ResultMode,
+    VertexFlag,
+)
 from disco_accel.native.host_memory import ALIGNMENT
 from disco_accel.native.op_encoding import dispatcher_overload, encode_args, encode_out_call, encode_spec, label
 from disco_accel.native.op_table import OpTable
@@ -73,6 +81,7 @@ class Lowering:
         self._vertices = {v.id: v for v in graph.vertices}
         self._positions = {v.id: i for i, v in enumerate(graph.vertices)}
         self._devices = {device.id: i for i, device in enumerate(graph.devices)}
+        self._routes = Routes(graph.spaces)
         self._copied: list[tuple[int, int, int]] = []
         self._storages: dict[tuple[Ref, int], int] = {}
         self._held = ranged_values(graph)
@@ -101,7 +110,7 @@ class Lowering:
             self._states,
         )
 
-    def _row(self, vertex: Vertex) -> tuple[int, int, int, int, int, int, int]:
+    def _row(self, vertex: Vertex) -> tuple[int, ...]:
         flags = VertexFlag.LATE if arrives_at_gate(vertex) else VertexFlag(0)
         if handed_out_at_gate(vertex) and vertex.kind is not VertexKind.INPUT:
             flags |= VertexFlag.OUT
@@ -109,8 +118,7 @@ class Lowering:
             flags |= VertexFlag.CHANGES
             if self._reaches_host(vertex):
                 flags |= VertexFlag.OUT
-        lane, towards = self._lane(vertex)
-        flags |= towards
+        device, lane = self._lane(vertex)
         op, dst, src, nbytes = -1, 0, 0, 0
         if vertex.kind is VertexKind.INPUT:
             dst, src, nbytes = self._input(vertex)
@@ -119,24 +127,26 @@ class Lowering:
         else:
             nbytes = vertex.sizes[0]
             dst, src = self._copy(vertex) if nbytes else (0, 0)
-        return int(vertex.kind), lane, op, dst, src, nbytes, int(flags)
+        return int(vertex.kind), device, lane, op, dst, src, nbytes, int(flags)
 
     def _reaches_host(self, vertex: Vertex) -> bool:
         """Whether the vertex writes home what the host uses too: a caller who has the outputs finds that there."""
-        if vertex.kind is not VertexKind.OFFLOAD or vertex.id in self._behind_gate:
+        if not swaps_out(vertex) or vertex.id in self._behind_gate:
             return False
         return not outlives_step(self._vertices[self._states.state[self._states.version[vertex.id, 0]]])
 
-    def _lane(self, vertex: Vertex) -> tuple[int, VertexFlag]:
-        """Where the vertex runs, as a position: a transfer on the link of the device that it reads from, or, if one of
-        its two devices lies in host memory, on the other's link towards the host or from it."""
-        if vertex.kind is not VertexKind.TRANSFER:
-            return self._devices[vertex.device], VertexFlag(0)
-        source = self._vertices[vertex.inputs[0][0]]
-        from_host, to_host = self._at_home.on_host(source), self._at_home.on_host(vertex)
-        if from_host and not to_host:
-            return self._devices[vertex.device], VertexFlag.FROM_HOST
-        return self._devices[source.device], VertexFlag.TO_HOST if to_host and not from_host else VertexFlag(0)
+    def _lane(self, vertex: Vertex) -> tuple[int, int]:
+        """Where the vertex runs: the position of a device, and which of its lanes a copy takes (-1: none)."""
+        if vertex.kind is not VertexKind.COPY:
+            return self._devices[vertex.space], -1
+        route = self._routes.route_name(vertex.source, vertex.space).upper()
+        if route not in CopyLane.__members__:
+            raise ExecutionError(
+                f"vertex {vertex.id} copies from space {vertex.source} to space {vertex.space}: the engine copies "
+                "between devices and the host alone"
+            )
+        lane = CopyLane[route]
+        return self._devices[vertex.space if lane is CopyLane.H2D else vertex.source], lane
 
     def _input(self, vertex: Vertex) -> tuple[int, int, int]:
         if is_resident_range(vertex):
@@ -170,9 +180,9 @@ class Lowering:
         if self._at_home.on_host(vertex):
             self._ops.set_host()
             return
-        arena = self._memory.devices.get(vertex.device)
+        arena = self._memory.devices.get(vertex.space)
         if arena is None:
-            raise ExecutionError(f"vertex {vertex.id} is on device {vertex.device}, of which there is no memory")
+            raise ExecutionError(f"vertex {vertex.id} is on device {vertex.space}, of which there is no memory")
         self._ops.set_device(str(arena.device))
 
     def _add_external(self, vertex: Vertex) -> int:
@@ -184,16 +194,16 @@ class Lowering:
     def _copy(self, vertex: Vertex) -> tuple[int, int]:
         ref, nbytes = vertex.inputs[0], vertex.sizes[0]
         state = self._states.state_of((vertex.id, 0))
-        if vertex.kind is VertexKind.OFFLOAD:
+        if swaps_out(vertex):
             home = self._host_address(vertex.id, nbytes) if state is None else self._home(state, vertex)
             return home, self._address(ref, nbytes)
         source = self._vertices[ref[0]]
-        if vertex.kind is VertexKind.TRANSFER:
+        if is_transfer(vertex):
             return self._transfer(vertex, source)
         target = self._address((vertex.id, 0), nbytes)
         if state is not None:
             return target, self._home(state, vertex)
-        if source.kind is VertexKind.OFFLOAD:
+        if swaps_out(source):
             if vertex.begin < 0 or vertex.begin + nbytes > source.sizes[0]:
                 raise ExecutionError(f"reload {vertex.id} reads bytes that offload {source.id} has not written")
             return target, self._host_address(source.id, source.sizes[0]) + vertex.begin
@@ -236,26 +246,26 @@ class Lowering:
         return home.data_ptr()
 
     def _host_address(self, offload: int, nbytes: int) -> int:
-        offset = self._graph.host_offsets.get(offload)
-        if offset is None:
+        slot = self._graph.slots.get((offload, 0))
+        if slot is None:
             raise ExecutionError(f"offload {offload} has no place in the host arena")
-        return _within(self._memory.host, offset, nbytes, f"offload {offload}", "the host")
+        return _within(self._memory.host, slot.offset, nbytes, f"offload {offload}", "the host")
 
     def _address(self, ref: Ref, nbytes: int, offset: int = 0) -> int:
         """The address of ``nbytes`` bytes from ``offset`` on in the slot of ``ref``, all of them inside slot and arena.
 
         Whatever made the plan: an address from here is never outside the memory that the engine was given.
         """
-        slot = self._graph.slots.get(ref)
+        slot, size = self._graph.slots.get(ref), self._vertices[ref[0]].sizes[ref[1]]
         what = f"value {ref[1]} of vertex {ref[0]}"
         if slot is None:
             raise ExecutionError(f"{what} has no address in the plan")
-        if offset < 0 or offset + nbytes > slot.size:
-            raise ExecutionError(f"{what}: bytes {offset} to {offset + nbytes} are used of a slot of {slot.size}")
-        arena = self._memory.devices.get(slot.device)
+        if offset < 0 or offset + nbytes > size:
+            raise ExecutionError(f"{what}: bytes {offset} to {offset + nbytes} are used of a slot of {size}")
+        arena = self._memory.devices.get(slot.space)
         if arena is None:
-            raise ExecutionError(f"{what} lies on device {slot.device}, of which there is no memory")
-        return _within(arena, slot.addr, slot.size, what, f"device {slot.device}") + offset
+            raise ExecutionError(f"{what} lies on device {slot.space}, of which there is no memory")
+        return _within(arena, slot.offset, size, what, f"device {slot.space}") + offset
 
     def _home_of(self, vertex: int) -> torch.Tensor:
         """Where the host has an INPUT."""

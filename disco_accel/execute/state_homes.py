@@ -88,7 +88,7 @@ class StateHomes:
         self._planned, self._homes, self._describer = planned, homes, describer
         self._addresses = [home.data_ptr() for home in homes.values()]
         self._copies = {
-            state: arenas[slot.device][slot.addr : slot.addr + homes[state].numel()]
+            state: arenas[slot.space][slot.offset : slot.offset + homes[state].numel()]
             for state, slot in planned.unstored.items()
         }
         self._memory = [arena.untyped_storage().data_ptr() for arena in arenas.values() if arena.numel()]

@@ -21,12 +21,13 @@ class UsedAtHome:
     @classmethod
     def of(cls, plan: MemGraph) -> UsedAtHome:
         """Of the task graph that ``plan`` plans; without a host device nothing is used at home."""
-        graph = taskgraph_of(plan) if any(device.host for device in plan.devices) else TaskGraph(plan.name, (), ())
+        on_host = any(device.is_host_device for device in plan.devices)
+        graph = taskgraph_of(plan) if on_host else TaskGraph(plan.name, (), ())
         return cls(HomeUses.of(graph), {vertex.id: vertex for vertex in graph.vertices})
 
     def on_host(self, vertex: Vertex) -> bool:
         """Whether its device lies in host memory."""
-        return vertex.device in self.uses.hosts
+        return vertex.space in self.uses.hosts
 
     def read(self, vertex: int, position: int) -> int | None:
         """The INPUT at whose home a kernel uses its input at ``position``; None if it does so in its device's arena."""

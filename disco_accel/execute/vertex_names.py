@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from disco_accel.graph.copies import kind_name, swaps
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, Vertex, VertexKind
 from disco_accel.native.op_encoding import label
@@ -58,7 +59,7 @@ class Describer:
             return label(call) if call else vertex.op or "kernel"
         if vertex.kind is VertexKind.INPUT:
             return f"input {self._names.get(vertex.id, vertex.op)}".strip()
-        return f"{vertex.kind.name.lower()} of {self._value(vertex.inputs[0])}"
+        return f"{kind_name(vertex)} of {self._value(vertex.inputs[0])}"
 
     def stall(self, left: Unfinished) -> str:
         """Why a step makes no progress: ``in flight 1: vertex 7 (..); waiting 2: vertex 8 (..) for vertex 7 (..)``."""
@@ -75,7 +76,7 @@ class Describer:
     def _value(self, ref: Ref) -> str:
         """The value that a chain of copies carries, by who made it."""
         vertex = self._vertices[ref[0]]
-        while vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD):
+        while swaps(vertex):
             ref = vertex.inputs[0]
             vertex = self._vertices[ref[0]]
         if vertex.kind is VertexKind.INPUT:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 
 from disco_accel.errors import PlanError
-from disco_accel.graph.byte_ranges import copies_bytes, is_resident_range
+from disco_accel.graph.copies import copies_bytes, is_resident_range
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.taskgraph import Ref, TaskGraph
 from disco_accel.graph.values import host_copy_exists, lasting_versions
 
 
@@ -44,13 +42,6 @@ def inputs_held(plan: MemGraph) -> dict[Ref, int]:
     return {ref: inputs[value] for ref, value in carried_values(plan).items() if value in inputs}
 
 
-def shared_sources(vertices: Iterable[Vertex]) -> set[Ref]:
-    """Return what reloads read without an offload of their own: inputs, and offloads that several of them read."""
-    inputs = {(v.id, 0) for v in vertices if v.kind is VertexKind.INPUT}
-    read = Counter(ref for v in vertices if v.kind is VertexKind.RELOAD for ref in v.inputs)
-    return inputs | {ref for ref, times in read.items() if times > 1}
-
-
 def taskgraph_of(plan: MemGraph) -> TaskGraph:
     """Return the task graph that ``plan`` plans: without copies, every vertex reading the values themselves."""
     carried = carried_values(plan)
@@ -63,4 +54,4 @@ def taskgraph_of(plan: MemGraph) -> TaskGraph:
             after = tuple(other for other in v.after if other not in copies)
             same = inputs == v.inputs and after == v.after
             vertices.append(v if same else replace(v, inputs=inputs, after=after))
-    return TaskGraph(plan.name, plan.devices, tuple(vertices))
+    return TaskGraph(plan.name, plan.spaces, tuple(vertices))

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from disco_accel.errors import GraphFileError
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import Edge
+from disco_accel.graph.spaces import HOST, is_backing
 from disco_accel.graph.stable_order import stable_order
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
@@ -72,18 +74,20 @@ def _some(ids: set[int]) -> str:
 def check_taskgraph(graph: TaskGraph) -> TaskGraph:
     """Return ``graph`` with its vertices in a topological order, or raise GraphFileError naming vertex and key."""
     devices = {device.id for device in graph.devices}
-    if graph.devices and all(device.host for device in graph.devices):
+    if graph.devices and all(device.is_host_device for device in graph.devices):
         raise GraphFileError("devices: all are the host's: a plan needs one whose memory it shares out")
+    spaces = {space.id for space in graph.spaces}
     by_id: dict[int, Vertex] = {}
     for vertex in graph.vertices:
         if vertex.id in by_id:
             raise _fail(vertex, "id", "used by two vertices")
         by_id[vertex.id] = vertex
     for vertex in graph.vertices:
-        if vertex.device not in devices:
-            raise _fail(vertex, "device", f"{vertex.device} is not one of the devices {_some(devices)}")
-        if vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD):
-            raise _fail(vertex, "kind", f"{vertex.kind.name.lower()} belongs to a memgraph, not to a taskgraph")
+        if swaps_in(vertex) or swaps_out(vertex):
+            raise _fail(vertex, "source", "copies from and to spaces where no kernels run belong to a memgraph")
+        if vertex.space not in devices:
+            raise _fail(vertex, "space", f"{vertex.space} is not one of the devices {_some(devices)}")
+        _check_home(vertex, spaces)
         _check_references(vertex, by_id)
         _check_flags(vertex)
         _check_inplace(vertex, by_id)
@@ -115,12 +119,12 @@ def _check_references(vertex: Vertex, by_id: dict[int, Vertex]) -> None:
             raise _fail(vertex, "after", f"there is no vertex {other}")
         if other == vertex.id:
             raise _fail(vertex, "after", "a vertex cannot wait for itself")
-    if vertex.kind is VertexKind.TRANSFER:
+    if vertex.kind is VertexKind.COPY:
         if len(vertex.inputs) != 1 or len(vertex.sizes) != 1:
-            raise _fail(vertex, "inputs", "a transfer copies exactly one value into one output")
+            raise _fail(vertex, "inputs", "a copy has exactly one value as its input, and one output")
         producer, output = vertex.inputs[0]
         if vertex.sizes[0] > by_id[producer].sizes[output]:
-            raise _fail(vertex, "size", "a transfer cannot be larger than its source")
+            raise _fail(vertex, "size", "a copy cannot be larger than its source")
         if is_foreign(vertex) and is_foreign(by_id[producer]):
             raise _fail(vertex, "inputs[0]", "from the user's memory to the user's memory: the user can copy that")
 
@@ -129,13 +133,20 @@ def _check_devices(vertex: Vertex, by_id: dict[int, Vertex], home_uses: HomeUses
     """A kernel reads values of its own device; one of a host device also what lies at a home."""
     for position, ref in enumerate(vertex.inputs):
         device = home_uses.device_of(ref, by_id[ref[0]])
-        moves = vertex.kind is VertexKind.TRANSFER
-        if moves and is_foreign(vertex) and vertex.device not in home_uses.hosts:
-            raise _fail(vertex, "device", f"{vertex.device} is not the host's: no transfer to the user's memory there")
+        moves = vertex.kind is VertexKind.COPY
+        if moves and is_foreign(vertex) and vertex.space not in home_uses.hosts:
+            raise _fail(vertex, "space", f"{vertex.space} is not the host's: no copy to the user's memory there")
         if moves and ref in home_uses.written:
-            raise _fail(vertex, f"inputs[{position}]", "lies at a home, from where a plan reloads it: no transfer")
-        if vertex.kind is VertexKind.KERNEL and device != vertex.device and not home_uses.at_home(vertex, ref):
-            raise _fail(vertex, f"inputs[{position}]", f"vertex {ref[0]} lives on device {device}: add a transfer")
+            raise _fail(vertex, f"inputs[{position}]", "lies at a home, from where a plan loads it: no copy")
+        if home_uses.at_home(vertex, ref) and by_id[home_uses.homes[ref][0]].source != HOST:
+            home = home_uses.homes[ref][0]
+            raise _fail(
+                vertex, f"inputs[{position}]", f"vertex {home} has its home in storage: no kernel uses it there"
+            )
+        if vertex.kind is VertexKind.KERNEL and device != vertex.space and not home_uses.at_home(vertex, ref):
+            raise _fail(vertex, f"inputs[{position}]", f"vertex {ref[0]} lives on device {device}: add a copy")
+        if moves and vertex.source != device:
+            raise _fail(vertex, "source", f"{vertex.source}, but vertex {ref[0]} lives on device {device}")
         if moves and device in home_uses.hosts and ref in home_uses.homes:
             raise _fail(vertex, f"inputs[{position}]", "has its home on the host: let its device be the target's")
     for output, ref in overwrites(vertex):
@@ -143,10 +154,19 @@ def _check_devices(vertex: Vertex, by_id: dict[int, Vertex], home_uses: HomeUses
             raise _fail(vertex, "inplace", f"over {called(by_id[ref[0]])} at its home, where no kernel changes it")
 
 
+def _check_home(vertex: Vertex, spaces: set[int]) -> None:
+    if vertex.kind is VertexKind.COPY or vertex.source == HOST:
+        return
+    if not host_copy_exists(vertex):
+        raise _fail(vertex, "home", "only an input that lives over steps, and is not foreign, has one")
+    if not is_backing(vertex.source) or vertex.source not in spaces:
+        raise _fail(vertex, "home", f"{vertex.source} is not a space of the graph in which no kernels run")
+
+
 def _check_flags(vertex: Vertex) -> None:
     if vertex.kind is not VertexKind.INPUT:
-        if vertex.traits != BROUGHT and (vertex.kind is not VertexKind.TRANSFER or vertex.traits != MADE_FOREIGN):
-            raise _fail(vertex, "traits", "only an input can have any, and a transfer to the user's memory")
+        if vertex.traits != BROUGHT and (vertex.kind is not VertexKind.COPY or vertex.traits != MADE_FOREIGN):
+            raise _fail(vertex, "traits", "only an input can have any, and a copy to the user's memory")
         return
     if vertex.inputs or vertex.after:
         raise _fail(
@@ -204,7 +224,7 @@ def _check_versions(order: Sequence[Vertex], home_uses: HomeUses) -> None:
                 )
             if vertex.sizes[output] != by_id[ref[0]].sizes[ref[1]]:
                 raise _fail(vertex, "inplace", f"output {output} is a version of {changed}, but has other bytes")
-            if ref != state[ref] and (ref in home_uses.written) != (vertex.device in home_uses.hosts):
+            if ref != state[ref] and (ref in home_uses.written) != (vertex.space in home_uses.hosts):
                 raise _fail(vertex, "inplace", f"writes {changed} on another device than vertex {ref[0]} does")
             overwritten_by[ref] = vertex.id
             state[vertex.id, output] = state[ref]
@@ -257,7 +277,7 @@ def largest_need(graph: TaskGraph, device: int) -> tuple[int, Vertex | None]:
         reuses = {0} if any(ref in sizes for ref in over) else set()
         reuses |= {k for k, ref in overwrites(vertex) if ref in sizes or (vertex.id, k) in home_uses.written}
         # A clean input that nobody reads stays on the host.
-        if vertex.device == device and not is_foreign(vertex) and not host_copy_exists(vertex):
+        if vertex.space == device and not is_foreign(vertex) and not host_copy_exists(vertex):
             sizes |= {(vertex.id, k): size for k, size in enumerate(vertex.sizes) if k not in reuses}
         need = sum(-(-size // unit) * unit for size in sizes.values())
         if need > most:

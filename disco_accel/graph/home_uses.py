@@ -1,8 +1,8 @@
 """Which values kernels use at their homes: those of a *host device*, whose arena lies in host memory.
 
 A kernel there reads an input that the host has, and the versions of one that changes over steps, where they are: at
-home. What it writes over such an input is at home too, and a kernel on another device reads that through a reload.
-Nothing of it is offloaded, reloaded or given an offset for a host device.
+home. What it writes over such an input is at home too, and a kernel on another device reads that after a swap-in.
+Nothing of it is swapped or given an offset for a host device.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists, lasting_versions, overwrites
 
 
-def host_devices(devices: Iterable[Device]) -> frozenset[int]:
+def host_devices(devices: Iterable[Space]) -> frozenset[int]:
     """Ids of the devices whose kernels run on the machine's processors."""
-    return frozenset(device.id for device in devices if device.host)
+    return frozenset(device.id for device in devices if device.is_host_device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,13 @@ class HomeUses:
             return cls({}, frozenset(), hosts, {})
         inputs = [vertex for vertex in graph.vertices if host_copy_exists(vertex)]
         homes = {(vertex.id, 0): (vertex.id, 0) for vertex in inputs}
-        device = {(vertex.id, 0): vertex.device for vertex in inputs}
+        device = {(vertex.id, 0): vertex.space for vertex in inputs}
         for state, versions in lasting_versions(graph.vertices).items():
             homes.update(dict.fromkeys(versions, state))
         written = {
             (vertex.id, output)
             for vertex in graph.vertices
-            if vertex.kind is VertexKind.KERNEL and vertex.device in hosts
+            if vertex.kind is VertexKind.KERNEL and vertex.space in hosts
             for output, _ in overwrites(vertex)
             if (vertex.id, output) in homes
         }
@@ -52,13 +53,13 @@ class HomeUses:
 
     def at_home(self, reader: Vertex, value: Ref) -> bool:
         """Whether ``reader``, a vertex of the task graph, uses ``value`` at its home."""
-        return reader.device in self.hosts and reader.kind is VertexKind.KERNEL and value in self.homes
+        return reader.space in self.hosts and reader.kind is VertexKind.KERNEL and value in self.homes
 
     def never_moves(self, vertex: Vertex) -> bool:
         """Whether an INPUT is used at home alone, because it is of a host device: it has no offset, and no copies."""
-        return vertex.device in self.hosts and (vertex.id, 0) in self.homes
+        return vertex.space in self.hosts and (vertex.id, 0) in self.homes
 
     def device_of(self, value: Ref, vertex: Vertex) -> int:
         """Where copies of ``value`` are that are not at home; ``vertex`` makes it."""
         home = self.homes.get(value)
-        return vertex.device if home is None else self.device[home]
+        return vertex.space if home is None else self.device[home]

@@ -1,4 +1,4 @@
-"""MemGraph: the plan. A TaskGraph whose values have addresses, plus offloads, reloads and memory edges.
+"""MemGraph: the plan. A TaskGraph whose values have offsets, plus copies to and from backing spaces and memory edges.
 
 Whatever order a runtime picks, it is free of races as long as it respects ``data_edges`` and ``memory_edges``.
 """
@@ -8,39 +8,50 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from disco_accel.graph.taskgraph import Device, Ref, Vertex
+from disco_accel.graph.spaces import HOST, Space, SpaceKind, devices_of
+from disco_accel.graph.taskgraph import Ref, Vertex
 
 Edge = tuple[int, int]
 """``(u, v)`` by vertex id: v may start only after u has finished."""
 
 
+_NO_HOST = Space(HOST, 0, 1, SpaceKind.HOST)
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a value lives: ``addr`` is a byte offset from the base of the arena of ``device``; ``size`` in bytes."""
+    """Where a value lives: ``offset`` in bytes from the base of ``space``."""
 
-    device: int
-    addr: int
-    size: int
+    space: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class MemGraph:
     """``vertices`` in a topological order of all edges; a vertex's position is its priority at run time.
 
-    ``slots``: every output on a device with size > 0 that has an address (``external`` inputs and clean inputs
-    that are only on the host have none). ``host_offsets``: OFFLOAD id → byte offset in the host arena of
-    ``host_memory`` bytes. ``cyclic``: the plan is run step after step and the resident clean inputs are back,
-    intact, at the end. ``planner``: which planner made it, "" if unknown; no part of the plan, and not in its file.
+    ``spaces``: those of the task graph, and the bytes of the host's memory that the plan takes. ``slots``: every output
+    with bytes whose place is the plan's to choose. Those without one: foreign inputs, inputs that are only at their
+    homes, and versions of states that a copy or a host device's kernel writes at the home. ``cyclic``: the plan is run
+    step after step, and the resident inputs are back, intact, at the end. ``planner``: which planner made it, "" if
+    unknown; no part of the plan, and not in its file.
     """
 
     name: str
-    devices: tuple[Device, ...]
+    spaces: tuple[Space, ...]
     vertices: tuple[Vertex, ...]
     slots: Mapping[Ref, Slot]
     data_edges: tuple[Edge, ...]
     memory_edges: tuple[Edge, ...]
-    host_offsets: Mapping[int, int]
-    host_memory: int = 0
-    host_alignment: int = 256
     cyclic: bool = False
     planner: str = field(default="", compare=False)
+
+    @property
+    def devices(self) -> tuple[Space, ...]:
+        """The spaces in which kernels run."""
+        return devices_of(self.spaces)
+
+    @property
+    def host(self) -> Space:
+        """The host's memory; its ``memory``: bytes that swapped-out values take there."""
+        return next((space for space in self.spaces if space.id == HOST), _NO_HOST)

@@ -37,7 +37,7 @@ class AppliedPass:
     """What a pass did to one graph.
 
     ``changed``: number of vertices that were ``added``, ``removed``, or are at another place in the ``order``; of those
-    with another value of a field, under its name; of ``calls`` and ``devices`` that differ; 1 for ``host_memory``.
+    with another value of a field, under its name; of ``calls`` and ``spaces`` that differ.
     """
 
     name: str
@@ -92,10 +92,7 @@ def changes(before: TaskGraph, after: TaskGraph) -> dict[str, int]:
     if before.ops is not after.ops:
         calls = before.ops.keys() | after.ops.keys()
         counts["calls"] = sum(before.ops.get(i) != after.ops.get(i) for i in calls)
-    if before.devices != after.devices:
-        devices = {device.id: device for device in before.devices}
-        counts["devices"] = sum(devices.get(device.id) != device for device in after.devices)
-    counts["host_memory"] = int(before.host_memory != after.host_memory)
+    counts["spaces"] = len({space.id for space in {*before.spaces} ^ {*after.spaces}})
     return {name: count for name, count in counts.items() if count}
 
 

@@ -1,4 +1,4 @@
-"""TaskGraph: one training step or prefill as a dataflow graph of kernels and transfers, before memory is planned.
+"""TaskGraph: one training step or prefill as a dataflow graph of kernels and copies, before memory is planned.
 
 Plain frozen data, no torch: the planner, the verifier and the simulator read nothing else. A vertex's
 outputs are *storages*; views of them cost no vertex and appear only as ``TensorSpec`` in the arguments of an op.
@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from disco_accel.graph.spaces import HOST, Space, devices_of, host_of
 from disco_accel.graph.traits import BROUGHT, Traits
 
 Ref = tuple[int, int]
@@ -19,40 +20,26 @@ Ref = tuple[int, int]
 class VertexKind(enum.IntEnum):
     INPUT = 0
     KERNEL = 1
-    TRANSFER = 2
-    OFFLOAD = 3
-    RELOAD = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One memory arena. ``memory`` in bytes is what a plan may use; addresses are multiples of ``alignment``.
-
-    ``host``: it lies in host memory, and the machine's processors run its kernels. What these use of values that the
-    host has they use at its home (``graph/home_uses.py``); the arena is for the rest.
-    """
-
-    id: int
-    memory: int
-    alignment: int = 256
-    host: bool = False
+    COPY = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Vertex:
     """A value that exists at the start (INPUT), a kernel, or a copy. Field meanings follow docs/schema.md.
 
+    ``space``: of an INPUT, the device that uses it; where a KERNEL runs; where a COPY writes. ``source``: the space
+    that a COPY reads; the home of an INPUT that a backing space has. A copy that a plan adds has a backing space at one
+    end: it *swaps in* from there, or *swaps out* to it.
     ``sizes`` are the bytes of each output's storage (0 = no memory); ``duration`` is in seconds.
-    For an OFFLOAD ``device`` is the device copied from; everywhere else it is where the outputs live.
-    ``traits``: of an INPUT's value; a TRANSFER may be MADE_FOREIGN. ``inplace``: pairs of an output and the position of
+    ``traits``: of an INPUT's value; a COPY may be MADE_FOREIGN. ``inplace``: pairs of an output and the position of
     the input that it is written over. What these mean for a plan is asked through ``graph/values.py``.
-    ``begin``: in a plan, the byte of its value from which on a RELOAD copies, or a resident range holds
-    (``graph/byte_ranges.py``).
+    ``begin``: in a plan, the byte of its value from which on a COPY from a backing space copies, or a resident range
+    holds (``graph/copies.py``).
     """
 
     id: int
     kind: VertexKind
-    device: int
+    space: int
     op: str = ""
     inputs: tuple[Ref, ...] = ()
     sizes: tuple[int, ...] = (0,)
@@ -64,6 +51,7 @@ class Vertex:
     inplace: tuple[tuple[int, int], ...] = ()
     may_inplace: tuple[int, ...] = ()
     begin: int = 0
+    source: int = HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,21 +137,33 @@ class OpCall:
 class TaskGraph:
     """``vertices`` in a topological order, which is the serial order V of the paper.
 
-    ``ops`` maps KERNEL ids to their calls; it is empty for graphs that come from files. ``host_memory``: bytes of the
-    host that offloads may take at most; None = as many as a plan wants.
+    ``spaces``: the devices, and each backing space that is limited or that is not the host's memory. ``ops`` maps
+    KERNEL ids to their calls; it is empty for graphs that come from files.
     """
 
     name: str
-    devices: tuple[Device, ...]
+    spaces: tuple[Space, ...]
     vertices: tuple[Vertex, ...]
     ops: Mapping[int, OpCall] = field(default_factory=dict)
-    host_memory: int | None = None
+
+    @property
+    def devices(self) -> tuple[Space, ...]:
+        """The spaces in which kernels run."""
+        return devices_of(self.spaces)
+
+    @property
+    def host(self) -> Space:
+        """The host's memory; its ``memory``: bytes that swapped-out values may take there at most."""
+        return host_of(self.spaces)
 
 
-def with_memory(graph: TaskGraph, size: Callable[[Device], int]) -> TaskGraph:
-    """Return ``graph`` with arenas of ``size(device)`` bytes, but for those in host memory, which stay as they are."""
-    devices = (device if device.host else replace(device, memory=size(device)) for device in graph.devices)
-    return replace(graph, devices=tuple(devices))
+def with_memory(graph: TaskGraph, size: Callable[[Space], int]) -> TaskGraph:
+    """Return ``graph`` with arenas of ``size(device)`` bytes on its devices, but for those in host memory."""
+    spaces = (
+        replace(space, memory=size(space)) if space.id >= 0 and not space.is_host_device else space
+        for space in graph.spaces
+    )
+    return replace(graph, spaces=tuple(spaces))
 
 
 def with_at_least(graph: TaskGraph, memory: int) -> TaskGraph:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from disco_accel.graph.byte_ranges import copies_bytes
 from disco_accel.graph.check import after_gate, dependencies
+from disco_accel.graph.copies import copies_bytes
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import OpCall, TaskGraph, Vertex, VertexKind, tensor_args
 from disco_accel.graph.values import is_handed_out, never_changes, overwrites
@@ -81,7 +81,7 @@ class _Numbering:
         packed = any(known.packed for known in read) or any(
             vertex.inputs[arg.input][0] in inputs and _is_packed(arg.spec.dtype) for arg in tensor_args(call.args)
         )
-        number = self._number((text, values, vertex.device, vertex.sizes, vertex.inplace))
+        number = self._number((text, values, vertex.space, vertex.sizes, vertex.inplace))
         return _Constant(number, inputs, packed)
 
     def _number(self, key: object) -> int:

@@ -101,7 +101,7 @@ class _Packed:
             over = ((0, 0),) if call.in_place else ()
             size = bytes_of(call.made)
             yield Vertex(
-                id_, VertexKind.KERNEL, reader.device, call.op, inputs, (size,), after=after, inplace=over,
+                id_, VertexKind.KERNEL, reader.space, call.op, inputs, (size,), after=after, inplace=over,
                 may_inplace=(0,) if call.may_overwrite else (),
             )  # fmt: skip
             module = self.ops[reader.id].module if reader.id in self.ops else ""

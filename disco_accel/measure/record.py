@@ -103,8 +103,8 @@ def record(
     """
     chosen = [v for v in graph.vertices if v.kind is VertexKind.KERNEL and (only is None or v.id in only)]
     hosts = host_devices(graph.devices)
-    on_host = [vertex for vertex in chosen if vertex.device in hosts]
-    own = [vertex for vertex in chosen if vertex.device not in hosts]
+    on_host = [vertex for vertex in chosen if vertex.space in hosts]
+    own = [vertex for vertex in chosen if vertex.space not in hosts]
     records = _record_on(run_device(device), graph, own, compute_threads)
     if on_host:
         records |= _record_on(torch.device("cpu"), graph, on_host, host_threads)

@@ -11,8 +11,8 @@ from enum import IntEnum, IntFlag
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.native.plain_library import ExtensionError
 
-VERTEX_COLUMNS = ("kind", "device", "op", "dst", "src", "bytes", "flags")
-"""Of the int64 table with a row for each vertex."""
+VERTEX_COLUMNS = ("kind", "device", "lane", "op", "dst", "src", "bytes", "flags")
+"""Of the int64 table with a row for each vertex; ``lane``: of a copy, one of ``CopyLane``."""
 EDGE_COLUMNS = ("from", "to")
 COPIED_COLUMNS = ("storage", "vertex", "writes")
 """The storage of an external input and the position of a transfer that reads it."""
@@ -26,10 +26,7 @@ class VertexFlag(IntFlag):
     LATE = 1
     OUT = 2
     CHANGES = 4
-    """A kernel or an offload that changes a state."""
-    TO_HOST = 8
-    FROM_HOST = 16
-    """A transfer to, or from, a device that lies in host memory."""
+    """A kernel or a copy that changes a state."""
 
 
 class ResultMode(IntEnum):

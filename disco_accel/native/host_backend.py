@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from disco_accel.errors import ConfigError
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import TensorSpec
 from disco_accel.host_limits import host_limits, require_left
 from disco_accel.native.device_types import HOST
@@ -34,7 +35,7 @@ _ONE_CORE = Speed(
     single=6e10,
     memory=1e10,
     kernel=2e-6,
-    machine=Machine(h2d=Link(4e9, 0), d2h=Link(4e9, 0)),
+    machine=Machine(links={TO_DEVICE: Link(4e9, 0), TO_HOST: Link(4e9, 0)}),
 )
 """With AVX2."""
 

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from disco_accel.errors import ConfigError
-from disco_accel.graph.files import version_needed, write_atomically, write_memgraph, write_taskgraph
+from disco_accel.graph.copies import swaps_in, swaps_out
+from disco_accel.graph.files import write_atomically, write_memgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists, outlives_step
 from disco_accel.observe.report import table
 from disco_accel.observe.timeline import write_chrome_trace
 from disco_accel.plan.bound.lower_bound import bound_of
-from disco_accel.plan.summary import copied_bytes, peak_bytes, staying
+from disco_accel.plan.summary import peak_bytes, staying, swapped_bytes
+from disco_accel.simulate.machine import LaneMap
 from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.sizes import format_size
-
-_LANES = {VertexKind.RELOAD: "h2d", VertexKind.OFFLOAD: "d2h", VertexKind.TRANSFER: "p2p"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,13 @@ class Forecast:
     streamed: tuple[str, ...]
 
 
+def _event(vertex: Vertex, lanes: LaneMap, start: float) -> SimulatedEvent:
+    copies = vertex.kind is VertexKind.COPY
+    lane = lanes.route_name(vertex.source, vertex.space) if copies else "compute0"
+    end = start + lanes.seconds(vertex)
+    return SimulatedEvent(vertex.id, lane, start, start, end, vertex.sizes[0] if copies else 0)
+
+
 def forecast(
     graph: TaskGraph,
     plan: MemGraph,
@@ -67,14 +74,9 @@ def forecast(
     have the bytes of another one, for another device.
     """
     run = simulate(plan, machine)
-    device = {vertex.id: vertex.device for vertex in plan.vertices}
-    sources = {vertex.id: device[vertex.inputs[0][0]] for vertex in plan.vertices if vertex.inputs}
+    lanes = machine.lanes(plan.spaces)
     events = tuple(
-        SimulatedEvent(v.id, lane, start, start, start + seconds, sum(v.sizes) if v.kind in _LANES else 0)
-        for v in plan.vertices
-        if v.kind is not VertexKind.INPUT
-        for lane, start in ((_LANES.get(v.kind, "compute0"), run.starts[v.id]),)
-        for seconds in (machine.seconds(v, source=sources.get(v.id)),)
+        _event(vertex, lanes, run.starts[vertex.id]) for vertex in plan.vertices if vertex.kind is not VertexKind.INPUT
     )
     clean = [v for v in graph.vertices if host_copy_exists(v) and v.sizes[0]]
     stays = staying(plan)
@@ -91,8 +93,8 @@ def forecast(
         "resident_bytes": sum(v.sizes[0] for v in clean if v.id in stays),
         "resident_tensors": sum(v.id in stays for v in clean),
         "streamed_tensors": sum(v.id not in stays for v in clean),
-        "reload_bytes": copied_bytes(plan, VertexKind.RELOAD),
-        "offload_bytes": copied_bytes(plan, VertexKind.OFFLOAD),
+        "reload_bytes": swapped_bytes(plan, swaps_in),
+        "offload_bytes": swapped_bytes(plan, swaps_out),
         "kernels": sum(v.kind is VertexKind.KERNEL for v in plan.vertices),
         "step_seconds": run.makespan,
         "bound_seconds": bound.bound,
@@ -158,8 +160,8 @@ def write_forecast(folder: str | os.PathLike[str], forecast: Forecast) -> list[P
     whole = {**forecast.figures, "resident": list(forecast.resident), "streamed": list(forecast.streamed)}
     try:
         target.mkdir(parents=True, exist_ok=True)
-        write_taskgraph(forecast.graph, target / names[0], version=version_needed(forecast.graph))
-        write_memgraph(forecast.plan, target / names[1], version=version_needed(forecast.plan))
+        write_taskgraph(forecast.graph, target / names[0])
+        write_memgraph(forecast.plan, target / names[1])
         write_atomically(target / names[2], json.dumps(whole, indent=1).encode() + b"\n")
         write_atomically(target / names[3], forecast_text(forecast.figures).encode())
         write_chrome_trace(target / names[4], forecast.plan, forecast.events)

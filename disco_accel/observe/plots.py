@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from disco_accel.graph.copies import is_transfer, swaps_in, swaps_out
 from disco_accel.graph.files import write_atomically
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import Vertex, VertexKind
+from disco_accel.graph.taskgraph import Vertex
 from disco_accel.graph.values import handed_out_at_gate
 from disco_accel.observe.timeline import Content, TracedEvent, lane_order, occupancy
 
@@ -35,11 +36,11 @@ MIB = float(1 << 20)
 
 
 def _group(vertex: Vertex) -> str:
-    if vertex.kind is VertexKind.RELOAD:
+    if swaps_in(vertex):
         return "reloads"
-    if vertex.kind is VertexKind.OFFLOAD:
+    if swaps_out(vertex):
         return "offloads"
-    if vertex.kind is VertexKind.TRANSFER:
+    if is_transfer(vertex):
         return "copies between devices"
     name = vertex.op.split("::")[-1].split(".")[0]
     if "attention" in name:

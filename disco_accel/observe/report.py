@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from disco_accel.graph.files import version_needed, write_atomically, write_memgraph
+from disco_accel.graph.files import write_atomically, write_memgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.observe.timeline import TracedEvent, write_chrome_trace
 from disco_accel.sizes import format_size
@@ -85,7 +85,7 @@ def write_report(
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    write_memgraph(plan, target / "plan.json", version=version_needed(plan))
+    write_memgraph(plan, target / "plan.json")
     write_chrome_trace(target / "trace.json", plan, events)
     write_atomically(target / "stats.json", json.dumps(stats, indent=1, sort_keys=True).encode())
     write_atomically(target / "report.txt", (first_step_text(stats) + "\n").encode())

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from disco_accel.graph.carried_values import carried_values, inputs_held, taskgraph_of
+from disco_accel.graph.copies import kind_name, swaps, swaps_in, swaps_out
 from disco_accel.graph.files import write_atomically
 from disco_accel.graph.home_uses import HomeUses
-from disco_accel.graph.memgraph import MemGraph, Slot
+from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.graph.values import must_survive_step
 from disco_accel.plan.summary import staying
@@ -101,30 +102,34 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
     by_id = {v.id: v for v in plan.vertices}
     last_read = _last_reads(plan, ran)
     what, input_of = contents(plan), inputs_held(plan)
-    at_start: dict[int, list[Slot]] = defaultdict(list)
-    for ref, slot in plan.slots.items():
+    at_start: dict[int, list[Ref]] = defaultdict(list)
+    for ref in plan.slots:
         if ref in input_of and by_id[ref[0]].kind is VertexKind.INPUT:
-            at_start[input_of[ref]].append(slot)
+            at_start[input_of[ref]].append(ref)
+
+    def within(inner: Ref, outer: Ref) -> bool:
+        (small, large), sizes = (plan.slots[inner], plan.slots[outer]), by_id[outer[0]].sizes
+        end = large.offset + sizes[outer[1]] - by_id[inner[0]].sizes[inner[1]]
+        return small.space == large.space and large.offset <= small.offset <= end
+
     stays: list[Stay] = []
     lasting: list[Stay] = []
     for ref, slot in plan.slots.items():
         vertex = by_id[ref[0]]
+        if swaps_out(vertex):
+            continue
         event = ran.get(ref[0])
         if event is None and vertex.kind is not VertexKind.INPUT:
             continue
         start, produced = (event.start, event.end) if event is not None else (0.0, 0.0)
         end = max(last_read.get(ref, 0.0), produced)
-        stay = Stay(ref, what[ref], slot.device, slot.addr, slot.size, start, end)
-        back = any(_within(resident, slot) for resident in at_start[input_of[ref]]) if ref in input_of else False
+        stay = Stay(ref, what[ref], slot.space, slot.offset, vertex.sizes[ref[1]], start, end)
+        back = any(within(resident, ref) for resident in at_start[input_of[ref]]) if ref in input_of else False
         lasts = must_survive_step(vertex) or vertex.kind is VertexKind.INPUT or back
         (lasting if lasts else stays).append(stay)
     taken = _Places([*stays, *lasting])
     stays += [s if taken.later(s) else replace(s, end=finish) for s in lasting]
     return sorted(stays, key=lambda s: (s.start, s.addr, s.ref))
-
-
-def _within(inner: Slot, outer: Slot) -> bool:
-    return inner.device == outer.device and outer.addr <= inner.addr <= outer.addr + outer.size - inner.size
 
 
 def _last_reads(plan: MemGraph, ran: Mapping[int, TracedEvent]) -> dict[Ref, float]:
@@ -133,7 +138,7 @@ def _last_reads(plan: MemGraph, ran: Mapping[int, TracedEvent]) -> dict[Ref, flo
     home_uses, carried = HomeUses.of(taskgraph_of(plan)), carried_values(plan)
     for vertex in plan.vertices:
         event = ran.get(vertex.id)
-        if event is None or vertex.kind is VertexKind.RELOAD:
+        if event is None or swaps_in(vertex):
             # A reload reads the host's copy: a resident that it brings back may have left the device long before.
             continue
         for ref in vertex.inputs:
@@ -203,7 +208,7 @@ def chrome_trace(plan: MemGraph, events: Sequence[TracedEvent]) -> dict[str, Any
                 "pid": 0,
                 "tid": lanes.index(event.lane),
                 "name": label(vertex, by_id),
-                "cat": vertex.kind.name.lower(),
+                "cat": kind_name(vertex),
                 "ts": event.start * 1e6,
                 "dur": (event.end - event.start) * 1e6,
                 "args": {"vertex": vertex.id, "bytes": event.bytes, "issued": event.issue * 1e6},
@@ -219,12 +224,12 @@ def chrome_trace(plan: MemGraph, events: Sequence[TracedEvent]) -> dict[str, Any
 
 def label(vertex: Vertex, by_id: Mapping[int, Vertex]) -> str:
     """A short name of a vertex; a copy is named by what it copies."""
-    if vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD):
+    if swaps(vertex):
         source = by_id[vertex.inputs[0][0]]
-        if vertex.kind is VertexKind.RELOAD and source.kind is VertexKind.OFFLOAD:
+        if swaps_in(vertex) and swaps_out(source):
             source = by_id[source.inputs[0][0]]
-        return f"{vertex.kind.name.lower()} {source.op or source.id}"
-    return vertex.op or f"{vertex.kind.name.lower()} {vertex.id}"
+        return f"{kind_name(vertex)} {source.op or source.id}"
+    return vertex.op or f"{kind_name(vertex)} {vertex.id}"
 
 
 def lane_order(events: Sequence[TracedEvent]) -> list[str]:
@@ -237,11 +242,11 @@ def _flows(plan: MemGraph, events: Sequence[TracedEvent], lanes: list[str]) -> l
     """An arrow from each reload to the first vertex that reads it."""
     ran = {e.vertex: e for e in events}
     first: dict[int, TracedEvent] = {}
-    kinds = {v.id: v.kind for v in plan.vertices}
+    swapped_in = {v.id for v in plan.vertices if swaps_in(v)}
     for vertex in plan.vertices:
         reader = ran.get(vertex.id)
         for source, _ in vertex.inputs:
-            if reader is None or kinds[source] is not VertexKind.RELOAD:
+            if reader is None or source not in swapped_in:
                 continue
             if source not in first or reader.start < first[source].start:
                 first[source] = reader

@@ -27,7 +27,7 @@ def ordered_duplicates(graph: TaskGraph, found: Sequence[Clone], machine: Machin
     clock = 0.0
     for vertex in graph.vertices:
         start[vertex.id] = clock
-        clock += machine.seconds(vertex) if vertex.kind is VertexKind.KERNEL else 0.0
+        clock += (vertex.duration or 0.0) if vertex.kind is VertexKind.KERNEL else 0.0
         for producer, _ in vertex.inputs:
             if producer in names:
                 used[producer] = clock
@@ -90,7 +90,7 @@ def kept_bytes_of(
         last.update((producer, p) for producer, _ in vertex.inputs if producer in values)
     # An original may be freed right behind its last reader, and a clone takes its bytes at its own position.
     gaps = [(begin := last[clone.original] + 1, max(begin, position[clone.vertex])) for clone in row]
-    device = {vertex.id: vertex.device for vertex in requirements.order}
+    device = {vertex.id: vertex.space for vertex in requirements.order}
     return KeptBytes(row, _needed(requirements), device, gaps)
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from disco_accel.gc_pause import collector_paused
+from disco_accel.graph.copies import swaps_out
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass, GraphPass, run_passes
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
@@ -122,7 +123,7 @@ class _Choice:
         self.work.take(self.drafting)
         # The timed planner has its own way where there are several devices.
         kernels = (vertex for vertex in self.graph.vertices if vertex.kind is VertexKind.KERNEL)
-        if self.planner == "timed" and len({vertex.device for vertex in kernels}) == 1:
+        if self.planner == "timed" and len({vertex.space for vertex in kernels}) == 1:
             self._give_offsets()
         self._plan_from_scratch()
         self.applied += self.passes
@@ -204,7 +205,7 @@ class _Choice:
                 continue
             finally:
                 self.work.take(own)
-            if self.graph.host_memory is None or plan.host_memory <= self.graph.host_memory:
+            if plan.host.memory <= self.graph.host.memory:
                 run_passes(self.graph, [keep_dequantised(self.row[:count]), INPUTS_BY_USE], passes)
                 self._keep_if_faster(plan, passes)
                 return
@@ -250,12 +251,12 @@ class _Choice:
         """Whether values are offloaded that were to be kept, as BUILDMEMGRAPH may do: to dequantise them again takes
         less than to copy them, and no host memory."""
         values = kept(self.row[:count])
-        return any(v.kind is VertexKind.OFFLOAD and v.inputs[0][0] in values for v in plan.vertices)
+        return any(swaps_out(v) and v.inputs[0][0] in values for v in plan.vertices)
 
     def _compute(self) -> float:
         """Seconds that no plan of the graph with all clones goes below: the busiest device's kernels."""
         busy: dict[int, float] = {}
         for vertex in self.graph.vertices:
             if vertex.kind is VertexKind.KERNEL:
-                busy[vertex.device] = busy.get(vertex.device, 0.0) + self.machine.seconds(vertex)
+                busy[vertex.space] = busy.get(vertex.space, 0.0) + (vertex.duration or 0.0)
         return max(busy.values(), default=0.0) / self.machine.compute_streams

@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from disco_accel.errors import GraphFileError, VerifyError
-from disco_accel.graph.byte_ranges import is_resident_range
-from disco_accel.graph.carried_values import inputs_held
-from disco_accel.graph.files import fingerprint, memgraph_from_json, parse_json, plan_as_json
+from disco_accel.graph.copies import is_resident_range, swaps_out
+from disco_accel.graph.files import fingerprint, memgraph_from_json, parse_json
+from disco_accel.graph.graph_json import memgraph_to_object
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph, Vertex
 from disco_accel.graph.value_numbering import graph_of_plan
 from disco_accel.plan.cache_folder import ForeignFolder, Unusable, own_folder, read_private, remove_oldest, write_file
 from disco_accel.simulate.simulator import Machine
@@ -125,7 +125,7 @@ class PlanCache:
     def store(self, key: str, plan: MemGraph) -> None:
         """Keep ``plan`` under ``key``; where that fails, the next run plans again and this one goes on."""
         path = self._path(key)
-        top = {_KEY: {"fingerprint": key}, **plan_as_json(plan)}
+        top = {_KEY: {"fingerprint": key}, **memgraph_to_object(plan)}
         data = json.dumps(top, separators=(",", ":")).encode() + b"\n"
         try:
             with own_folder(self.folder) as handle:
@@ -155,16 +155,9 @@ def _usable(data: object, key: str, graph: TaskGraph, cyclic: bool) -> MemGraph:
     plan = memgraph_from_json(data)
     if plan.devices != graph.devices or plan.cyclic != cyclic:
         raise Unusable("made for other devices")
-    offloads = [sum(v.sizes) + plan.host_alignment for v in plan.vertices if v.kind is VertexKind.OFFLOAD]
-    if plan.host_memory > sum(offloads):
-        raise Unusable(f"asks for {format_size(plan.host_memory)} of host memory without need")
-    at_home = inputs_held(plan)
-    if any(
-        v.id not in plan.host_offsets and (v.id, 0) not in at_home
-        for v in plan.vertices
-        if v.kind is VertexKind.OFFLOAD
-    ):
-        raise Unusable("an offload has no place in host memory")
+    swapped = [sum(v.sizes) + plan.host.alignment for v in plan.vertices if swaps_out(v)]
+    if plan.host.memory > sum(swapped):
+        raise Unusable(f"asks for {format_size(plan.host.memory)} of host memory without need")
     # Where there is no such graph, the judge names a vertex that is missing.
     graph = graph_of_plan(graph, plan.vertices) or graph
     plan = with_own_vertices(plan, graph)
@@ -183,6 +176,7 @@ def _rebuilt(vertex: Vertex, own: Mapping[int, Vertex]) -> Vertex:
     if the plan has added it."""
     if vertex.id in own:
         return replace(own[vertex.id], inputs=vertex.inputs)
-    plain = Vertex(vertex.id, vertex.kind, vertex.device, vertex.op, vertex.inputs, vertex.sizes, begin=vertex.begin)
+    fields = ("id", "kind", "space", "op", "inputs", "sizes", "begin", "source")
+    plain = Vertex(**{field: getattr(vertex, field) for field in fields})
     source = own.get(vertex.inputs[0][0]) if is_resident_range(vertex) else None
     return plain if source is None else replace(plain, traits=source.traits)

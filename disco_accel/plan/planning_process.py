@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from disco_accel.errors import BudgetTooSmall, DiscoError, GraphFileError, PlanError
-from disco_accel.graph.files import graph_as_json, memgraph_from_json, parse_json, plan_as_json, taskgraph_from_json
+from disco_accel.graph.files import memgraph_from_json, parse_json, taskgraph_from_json
+from disco_accel.graph.graph_json import memgraph_to_object, taskgraph_to_object
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.spaces import ROUTE_OF
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.plan_cache import with_own_vertices
@@ -52,12 +54,12 @@ class PlanningProcess:
             PlanError: the process ended without an answer, or was stopped.
         """
         request = {
-            "graph": graph_as_json(graph),
+            "graph": taskgraph_to_object(graph),
             "planner": planner,
             "policy": policy,
             "seconds": work.limit,
             "names_needed": work.names_needed,
-            "machine": None if machine is None else asdict(machine),
+            "machine": None if machine is None else _machine_to_object(machine),
         }
         top = parse_json(self._answer(json.dumps(request, separators=(",", ":")).encode()))
         if not isinstance(top, dict):
@@ -131,14 +133,19 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         return {"refused": {"kind": "infeasible"}}
     except DiscoError as error:
         return {"refused": {"kind": "error", "message": f"{type(error).__name__}: {error}"}}
-    return {"plan": plan_as_json(plan), "cut": work.cut}
+    return {"plan": memgraph_to_object(plan), "cut": work.cut}
+
+
+def _machine_to_object(machine: Machine) -> dict[str, Any]:
+    links = {name: asdict(machine.link(route)) for name, route in ROUTE_OF.items()}
+    return {"compute_streams": machine.compute_streams, "links": links, "joint": machine.joint}
 
 
 def _machine(data: Mapping[str, Any] | None) -> Machine | None:
     if data is None:
         return None
-    links = {kind: Link(**_tuples(data[kind])) for kind in ("h2d", "d2h", "p2p")}
-    return Machine(data["compute_streams"], **links, joint=_tuples(data)["joint"])
+    links = {ROUTE_OF[name]: Link(**_tuples(link)) for name, link in data["links"].items()}
+    return Machine(data["compute_streams"], links, _tuples(data)["joint"])
 
 
 def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.strict_json import plain
-from disco_accel.graph.taskgraph import TaskGraph, with_at_least
+from disco_accel.graph.taskgraph import TaskGraph, with_at_least, with_memory
 
 _TRIED_UP_TO = 100_000
 """Vertices times devices for which it is tried which of the devices are short; a trial is some walks over a graph."""
@@ -19,7 +18,7 @@ def too_small(graph: TaskGraph, needed: int, fits: Callable[[TaskGraph], bool]) 
     ``fits``: whether a graph has a plan. A device is short unless one is found in what it has, beside others with as
     many bytes as are needed.
     """
-    memory = {device.id: device.memory for device in graph.devices if not device.host}
+    memory = {device.id: device.memory for device in graph.devices if not device.is_host_device}
     short = {device: given for device, given in memory.items() if given < needed}
     enough = with_at_least(graph, needed)
     for device in list(short) if len(graph.vertices) * len(short) <= _TRIED_UP_TO else []:
@@ -36,5 +35,4 @@ def too_small(graph: TaskGraph, needed: int, fits: Callable[[TaskGraph], bool]) 
 
 
 def _with(graph: TaskGraph, device: int, memory: int) -> TaskGraph:
-    devices = (replace(each, memory=memory) if each.id == device else each for each in graph.devices)
-    return replace(graph, devices=tuple(devices))
+    return with_memory(graph, lambda each: memory if each.id == device else each.memory)

@@ -16,6 +16,7 @@ from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.passes import AppliedPass, GraphPass, arena_of, run_passes
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import (
     changes_over_steps,
@@ -132,9 +133,9 @@ def make_plan(
         applied=applied,
         not_offloaded=not_offloaded,
     )
-    if graph.host_memory is not None and plan.host_memory > graph.host_memory:
+    if plan.host.memory > graph.host.memory:
         raise PlanError(
-            f"host: offloads take {plan.host_memory} bytes, the graph gives {graph.host_memory}: give the host "
+            f"host: offloads take {plan.host.memory} bytes, the graph gives {graph.host.memory}: give the host "
             "more, or the device, so that less is offloaded"
         )
     return plan
@@ -194,7 +195,7 @@ def _beyond_build(graph: TaskGraph) -> Vertex | None:
     states = {version for each in versions if len(each) > 1 for version in each}
     hosts = host_devices(graph.devices)
     for vertex in graph.vertices:
-        if vertex.device in hosts:
+        if vertex.space in hosts:
             return vertex
         if (vertex.id, 0) in states or not outlives_step(vertex) or any(output for output, _ in vertex.inplace):
             return vertex
@@ -372,8 +373,8 @@ def _plan_timed_alone(
 def _beyond_host_devices(graph: TaskGraph) -> Exception:
     """What to raise for a graph that has no plan even where all but host devices have memory for everything."""
     for device in graph.devices:
-        if device.host:
-            made = [v for v in graph.vertices if v.device == device.id and not is_foreign(v)]
+        if device.is_host_device:
+            made = [v for v in graph.vertices if v.space == device.id and not is_foreign(v)]
             enough = sum(-(-size // device.alignment) * device.alignment for v in made for size in v.sizes)
             if device.memory < enough:
                 return PlanError(
@@ -386,8 +387,8 @@ def _beyond_host_devices(graph: TaskGraph) -> Exception:
 def _with_time_to_copy(graph: TaskGraph, machine: Machine) -> TaskGraph:
     """Return ``graph`` with kernels that take so long that their outputs can be offloaded beside the next ones: in the
     least memory, results that are kept to the end lie on the host."""
-    there_and_back = 1 / machine.d2h.bandwidth + 1 / machine.h2d.bandwidth
-    latency = machine.d2h.latency + machine.h2d.latency
+    links = machine.link(TO_HOST), machine.link(TO_DEVICE)
+    there_and_back, latency = sum(1 / link.bandwidth for link in links), sum(link.latency for link in links)
     return replace(
         graph,
         vertices=tuple(
@@ -415,7 +416,7 @@ def _compute(graph: TaskGraph, machine: Machine) -> float:
     busy: dict[int, float] = {}
     for vertex in graph.vertices:
         if vertex.kind is VertexKind.KERNEL:
-            busy[vertex.device] = busy.get(vertex.device, 0.0) + machine.seconds(vertex)
+            busy[vertex.space] = busy.get(vertex.space, 0.0) + (vertex.duration or 0.0)
     return max(busy.values(), default=0.0) / machine.compute_streams
 
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import Edge, MemGraph
-from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists, lasting_versions, overwrites
 from disco_accel.plan.common.serial_orders import live_peak
 from disco_accel.simulate.simulator import Machine, Simulation, Simulator
@@ -57,7 +58,7 @@ class _Copies:
 
     def plan(self) -> MemGraph:
         for device in self.graph.devices:
-            if not device.host:
+            if not device.is_host_device:
                 self._stream(device)
         self._load_from_homes()
         self._readers_before_writers()
@@ -66,22 +67,22 @@ class _Copies:
             vertices += [*self.before.get(vertex.id, ()), vertex, *self.behind.get(vertex.id, ())]
         # Inputs in front: copies at the head of the step read them.
         vertices.sort(key=lambda vertex: vertex.kind is not VertexKind.INPUT)
-        return MemGraph(self.graph.name, self.graph.devices, tuple(vertices), {}, tuple(self.edges), (), {})
+        return MemGraph(self.graph.name, self.graph.spaces, tuple(vertices), {}, tuple(self.edges), ())
 
-    def _copy(self, kind: VertexKind, value: Ref, device: int) -> Vertex:
+    def _copy(self, value: Ref, source: int, target: int) -> Vertex:
         producer = self.by_id[value[0]]
         self.next_id += 1
-        made = Vertex(self.next_id, kind, device, "", (value,), (producer.sizes[value[1]],))
+        made = Vertex(self.next_id, VertexKind.COPY, target, "", (value,), (producer.sizes[value[1]],), source=source)
         if producer.kind is not VertexKind.INPUT:
             self.edges.append((producer.id, made.id))
         return made
 
-    def _stream(self, device: Device) -> None:
+    def _stream(self, device: Space) -> None:
         """Add the copies of values that one vertex of ``device`` reads, in the order of their readers."""
         streamed: list[tuple[Vertex, Vertex]] = []
         held = 0
         for vertex in self.graph.vertices:
-            if vertex.device != device.id or not host_copy_exists(vertex) or self.home_uses.never_moves(vertex):
+            if vertex.space != device.id or not host_copy_exists(vertex) or self.home_uses.never_moves(vertex):
                 continue
             readers = {r.id: r for ref in self.states.get((vertex.id, 0), [(vertex.id, 0)]) for r in self._of(ref)}
             at_home = not self.home_uses.written.isdisjoint(self.states.get((vertex.id, 0), ()))
@@ -93,7 +94,7 @@ class _Copies:
             return
         place = {vertex.id: i for i, vertex in enumerate(self.graph.vertices)}
         streamed.sort(key=lambda pair: place[pair[1].id])
-        own = [v if v.device == device.id else replace(v, sizes=(0,) * len(v.sizes)) for v in self.graph.vertices]
+        own = [v if v.space == device.id else replace(v, sizes=(0,) * len(v.sizes)) for v in self.graph.vertices]
         made = [_without_versions(vertex) for vertex in own]
         room = device.memory - held - live_peak(made)
         window = max(_IN_FLIGHT * max(vertex.sizes[0] for vertex, _ in streamed), 0)
@@ -111,7 +112,7 @@ class _Copies:
         inside: deque[tuple[int, int]] = deque()
         free = window
         for value, reader in streamed:
-            reload = self._copy(VertexKind.RELOAD, (value.id, 0), device)
+            reload = self._copy((value.id, 0), value.source, device)
             while free < value.sizes[0] and inside:
                 left, size = inside.popleft()
                 self.edges.append((left, reload.id))
@@ -122,7 +123,7 @@ class _Copies:
             gone = reader.id
             for output, ref in overwrites(reader):
                 if ref == (value.id, 0):
-                    offload = self._copy(VertexKind.OFFLOAD, (reader.id, output), device)
+                    offload = self._copy((reader.id, output), device, value.source)
                     self.behind.setdefault(reader.id, []).append(offload)
                     gone = offload.id
             inside.append((gone, value.sizes[0]))
@@ -136,7 +137,7 @@ class _Copies:
                 readers = self._of(version)
                 if not readers:
                     continue
-                reload = self._copy(VertexKind.RELOAD, version, self.by_id[state[0]].device)
+                reload = self._copy(version, self.by_id[state[0]].source, self.by_id[state[0]].space)
                 self.before.setdefault(readers[0].id, []).append(reload)
                 self.edges += [(reload.id, reader.id) for reader in readers]
                 if i + 1 < len(chain):

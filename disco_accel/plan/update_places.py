@@ -14,7 +14,8 @@ from disco_accel.errors import ConfigError
 from disco_accel.graph.check import called, check_taskgraph
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.passes import GraphPass
-from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import TO_DEVICE, Space, SpaceKind
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists, lasting_versions
 from disco_accel.plan.update_estimate import estimated
 from disco_accel.simulate.simulator import Machine
@@ -77,7 +78,7 @@ def placed(graph: TaskGraph, on_host: Mapping[int, float]) -> TaskGraph:
     if not on_host:
         return graph
     by_id = {vertex.id: vertex for vertex in graph.vertices}
-    host = next((d.id for d in graph.devices if d.host), 1 + max(d.id for d in graph.devices))
+    host = next((d.id for d in graph.devices if d.is_host_device), 1 + max(d.id for d in graph.devices))
     at_home = {version for each in lasting_versions(graph.vertices).values() for version in each}
     at_home |= {(vertex.id, 0) for vertex in graph.vertices if host_copy_exists(vertex)}
     copies: dict[Ref, Vertex] = {}
@@ -87,22 +88,26 @@ def placed(graph: TaskGraph, on_host: Mapping[int, float]) -> TaskGraph:
         if not over or not at_home.issuperset(over):
             raise ConfigError(f"{called(moved)}: writes over no value that lives over steps; let it run on its device")
         for ref in moved.inputs:
-            if ref not in at_home and ref not in copies and by_id[ref[0]].device != host:
+            if ref not in at_home and ref not in copies and by_id[ref[0]].space != host:
                 size = by_id[ref[0]].sizes[ref[1]]
-                copies[ref] = Vertex(next_id + len(copies), VertexKind.TRANSFER, host, "", (ref,), (size,))
+                copies[ref] = _copied(next_id + len(copies), ref, size, by_id[ref[0]].space, host)
     vertices: list[Vertex] = []
     for vertex in graph.vertices:
         if vertex.id in on_host:
             inputs = tuple((copies[ref].id, 0) if ref in copies else ref for ref in vertex.inputs)
-            vertex = replace(vertex, device=host, inputs=inputs, duration=on_host[vertex.id])
+            vertex = replace(vertex, space=host, inputs=inputs, duration=on_host[vertex.id])
         vertices.append(vertex)
         vertices += [copies[vertex.id, k] for k in range(len(vertex.sizes)) if (vertex.id, k) in copies]
-    devices = graph.devices
-    if all(device.id != host for device in devices):
-        unit = max(device.alignment for device in devices)
+    spaces = graph.spaces
+    if all(space.id != host for space in spaces):
+        unit = max(device.alignment for device in graph.devices)
         room = sum(-(-copy.sizes[0] // unit) * unit for copy in copies.values())
-        devices = (*devices, Device(host, max(room, unit), unit, host=True))
-    return check_taskgraph(_homes_of_the_hosts_own(replace(graph, devices=devices, vertices=tuple(vertices)), host))
+        spaces = (*spaces, Space(host, max(room, unit), unit, SpaceKind.HOST))
+    return check_taskgraph(_homes_of_the_hosts_own(replace(graph, spaces=spaces, vertices=tuple(vertices)), host))
+
+
+def _copied(number: int, ref: Ref, size: int, source: int, target: int) -> Vertex:
+    return Vertex(number, VertexKind.COPY, target, "", (ref,), (size,), source=source)
 
 
 def _homes_of_the_hosts_own(graph: TaskGraph, host: int) -> TaskGraph:
@@ -112,9 +117,9 @@ def _homes_of_the_hosts_own(graph: TaskGraph, host: int) -> TaskGraph:
     for vertex in graph.vertices:
         for ref in vertex.inputs:
             if ref in homes:
-                used.setdefault(homes[ref], set()).add(vertex.device)
+                used.setdefault(homes[ref], set()).add(vertex.space)
     own = {ref for ref, devices in used.items() if devices == {host}}
-    vertices = (replace(v, device=host) if (v.id, 0) in own else v for v in graph.vertices)
+    vertices = (replace(v, space=host) if (v.id, 0) in own else v for v in graph.vertices)
     return replace(graph, vertices=tuple(vertices))
 
 
@@ -131,7 +136,7 @@ def balanced_share(graph: TaskGraph, found: Mapping[int, float], machine: Machin
         for ref in (by_id[vertex].inputs[position] for _, position in by_id[vertex].inplace)
         if readers[ref] == 1
     )
-    link = moved / machine.h2d.bandwidth
+    link = moved / machine.link(TO_DEVICE).bandwidth
     host = sum(found.values())
     return link / (link + host) if link + host else 0.0
 

@@ -10,6 +10,7 @@ import torch
 
 from disco_accel.errors import DiscoError, ExtensionError
 from disco_accel.execute.executor import EngineOptions
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.native.backend import backend_of, prepare_device, release_workspaces
 from disco_accel.selfcheck.agreement import distance
@@ -78,9 +79,11 @@ def _parts(device: torch.device, make: Callable[[torch.device], Subject], link_b
     figures["part"] = "plan"
     subject = make(device)
     figures["plan"] = {
-        f"{kind.name.lower()}s": subject.copies(kind)
-        for kind in (VertexKind.KERNEL, VertexKind.OFFLOAD, VertexKind.RELOAD)
-    } | {"memory": subject.plan.devices[0].memory}
+        "kernels": subject.count(lambda vertex: vertex.kind is VertexKind.KERNEL),
+        "offloads": subject.count(swaps_out),
+        "reloads": subject.count(swaps_in),
+        "memory": subject.plan.devices[0].memory,
+    }
     figures["compared"] = _compared(subject)
     for name, options in VARIANTS.items():
         figures["part"] = f"steps {name}"

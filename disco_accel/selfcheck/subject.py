@@ -19,9 +19,10 @@ from disco_accel.capture.checkpointing import checkpointed
 from disco_accel.capture.step import capture_step
 from disco_accel.errors import BudgetTooSmall, PlanError
 from disco_accel.execute.executor import EngineOptions, Executor
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import arena_of
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph, Vertex
 from disco_accel.measure.record import OpRecord, apply, record
 from disco_accel.native.backend import backend_of
 from disco_accel.native.host_memory import HostMemory, bytes_of
@@ -133,9 +134,9 @@ class Subject:
         """Name to INPUT vertex, of those with this source."""
         return {b.name: b.vertex for b in self.captured.bindings if b.source is source}
 
-    def copies(self, kind: VertexKind) -> int:
-        """OFFLOAD or RELOAD vertices of a step."""
-        return sum(v.kind is kind for v in self.plan.vertices)
+    def count(self, counts: Callable[[Vertex], bool]) -> int:
+        """The vertices of a step that ``counts``."""
+        return sum(map(counts, self.plan.vertices))
 
 
 def make_subject(device: torch.device, *, tracing: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Subject:
@@ -152,7 +153,7 @@ def make_subject(device: torch.device, *, tracing: Callable[[], AbstractContextM
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     clean = {b.vertex: bytes_of(frozen[b.name].detach()) for b in captured.bindings if b.source is InputSource.FROZEN}
     subject = Subject(model, Model(device, resident=True), device, captured, graph, records, plan, clean)
-    if not (subject.copies(VertexKind.OFFLOAD) and subject.copies(VertexKind.RELOAD)):
+    if not (subject.count(swaps_out) and subject.count(swaps_in)):
         raise PlanError("the self-check's plan moves nothing to the host or nothing back, so it would show nothing")
     return subject
 

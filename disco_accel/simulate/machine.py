@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
+from disco_accel.graph.spaces import BETWEEN_DEVICES, ROUTE_OF, TO_DEVICE, TO_HOST, Route, Routes, Space, SpaceKind
 from disco_accel.graph.taskgraph import Vertex, VertexKind
 
-LINK_KINDS = ("h2d", "d2h", "p2p")
 SCOPES = ("device", "pair", "shared")
-
-_KIND_OF = {VertexKind.RELOAD: "h2d", VertexKind.OFFLOAD: "d2h", VertexKind.TRANSFER: "p2p"}
-
-
-def copy_kind(vertex: Vertex, source: int, hosts: Collection[int]) -> VertexKind:
-    """Return the kind of copy whose link ``vertex`` takes: a transfer to one of ``hosts``, the devices in host memory,
-    is an offload from device ``source``, one from there a reload."""
-    if vertex.kind is VertexKind.TRANSFER and vertex.device in hosts:
-        return VertexKind.OFFLOAD
-    if vertex.kind is VertexKind.TRANSFER and source in hosts:
-        return VertexKind.RELOAD
-    return vertex.kind
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """``bandwidth`` in bytes/s and ``latency`` in seconds per copy; one copy at a time per link.
 
-    ``scope``: one link per ``device`` (p2p: per source), per ``pair`` of source and target, or one ``shared`` by all.
-    ``groups``: devices of one group share a link; a device in no group has its own. ``bandwidths``: device and bytes/s
-    of those whose copies go at another rate; one between two devices goes at that of the slower.
+    ``scope``: one link per ``device`` (between devices: per source), per ``pair`` of source and target, or one
+    ``shared`` by all. ``groups``: devices of one group share a link; a device in no group has its own. ``bandwidths``:
+    device and bytes/s of those whose copies go at another rate; one between two devices goes at that of the slower.
     """
 
     bandwidth: float
@@ -50,52 +38,88 @@ class Link:
         return self.latency + size / self.rate(*devices)
 
 
+_STORAGE = Link(5.0e9, 1e-4)
+DEFAULT_LINKS: Mapping[Route, Link] = {
+    TO_DEVICE: Link(2.0e10, 1e-5),
+    TO_HOST: Link(2.0e10, 1e-5),
+    BETWEEN_DEVICES: Link(2.0e11, 5e-6),
+    **{route: _STORAGE for route in ROUTE_OF.values() if SpaceKind.STORAGE in route},
+}
+"""Those of the example in docs/schema.md; storage as fast as an SSD of PCIe 4."""
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The defaults are those of the example in docs/schema.md. ``joint``: kinds of copies that take turns on one link,
-    such as ``(("h2d", "d2h"),)`` for half duplex; kinds of one tuple have equal links."""
+    """``links`` by route; a route that is left out has the link of ``DEFAULT_LINKS``. ``joint``: names of routes whose
+    copies take turns on one link, such as ``(("h2d", "d2h"),)`` for half duplex; routes of one tuple have equal
+    links."""
 
     compute_streams: int = 1
-    h2d: Link = Link(2.0e10, 1e-5)
-    d2h: Link = Link(2.0e10, 1e-5)
-    p2p: Link = Link(2.0e11, 5e-6)
+    links: Mapping[Route, Link] = field(default_factory=dict, hash=False)
     joint: tuple[tuple[str, ...], ...] = ()
 
-    def seconds(self, vertex: Vertex, copy: VertexKind | None = None, source: int | None = None) -> float:
-        """Return how long ``vertex`` takes: kernels their duration (0 if unknown), copies latency and bytes.
+    def link(self, route: Route) -> Link:
+        """Return the link that copies of ``route`` use."""
+        return self.links.get(route) or DEFAULT_LINKS[route]
 
-        Of a transfer, ``copy``: the kind of copy that it is (``copy_kind``), if that is not between two devices;
-        ``source``: the device that its input is on, if not its own."""
+    def with_links(self, changed: Mapping[Route, Link]) -> Machine:
+        """Return this machine with other links for the routes of ``changed``."""
+        return replace(self, links={**self.links, **changed})
+
+    def lanes(self, spaces: Iterable[Space]) -> LaneMap:
+        """Return where the vertices of a graph with ``spaces`` run on this machine."""
+        return LaneMap(self, spaces)
+
+
+class LaneMap(Routes):
+    """Where the vertices of a graph run on a machine: the kernels of a device in its streams, copies on the link of
+    their route."""
+
+    def __init__(self, machine: Machine, spaces: Iterable[Space]) -> None:
+        super().__init__(spaces)
+        self._machine = machine
+        self._names: dict[tuple[int, int], str] = {}
+
+    def seconds(self, vertex: Vertex) -> float:
+        """Return how long ``vertex`` takes: kernels their duration (0 if unknown), copies latency and bytes."""
         if vertex.kind is VertexKind.KERNEL:
             return vertex.duration or 0.0
         if vertex.kind is VertexKind.INPUT or not vertex.sizes[0]:
             return 0.0
-        kind = copy or vertex.kind
-        near = vertex.device if source is None else source
-        # One from the host goes over the link of its target, one to the host over that of its source.
-        ends = {VertexKind.RELOAD: (vertex.device,), VertexKind.OFFLOAD: (near,)}.get(kind, (near, vertex.device))
-        return self.link(_KIND_OF[kind]).seconds(vertex.sizes[0], *ends)
+        return self.copy_seconds(vertex.sizes[0], vertex.source, vertex.space)
 
-    def link(self, kind: str) -> Link:
-        """Return the link that copies of ``kind`` use."""
-        return self.h2d if kind == "h2d" else self.d2h if kind == "d2h" else self.p2p
+    def copy_seconds(self, size: int, source: int, target: int) -> float:
+        """Return how long a copy of ``size`` bytes takes from one space to another."""
+        route = self.route(source, target)
+        return self._machine.link(route).seconds(size, *_devices(route, source, target))
 
-    def lane(self, kind: VertexKind, device: int, source: int) -> str:
-        """Return the name of the resource that a vertex occupies: ``compute0``, ``h2d0``, ``h2d+d2h`` if shared.
+    def name(self, vertex: Vertex) -> str:
+        """Return the name of the resource that a vertex occupies: ``compute0``, ``h2d0``, ``h2d+d2h`` if shared."""
+        if vertex.kind is VertexKind.COPY:
+            return self.link_name(vertex.source, vertex.space)
+        return f"compute{vertex.space}"
 
-        ``device``: the vertex's; ``source``: where a TRANSFER's input lives.
-        """
-        copies = _KIND_OF.get(kind)
-        if copies is None:
-            return f"compute{device}"
-        link = self.link(copies)
-        name = next(("+".join(kinds) for kinds in self.joint if copies in kinds), copies)
-        near = source if copies == "p2p" else device
+    def link_name(self, source: int, target: int) -> str:
+        """Return the name of the link that copies from one space to another take turns on."""
+        if (source, target) not in self._names:
+            self._names[source, target] = self._name(source, target)
+        return self._names[source, target]
+
+    def _name(self, source: int, target: int) -> str:
+        route = self.route(source, target)
+        link, between = self._machine.link(route), route == BETWEEN_DEVICES
+        kind = self.route_name(source, target)
+        name = next(("+".join(kinds) for kinds in self._machine.joint if kind in kinds), kind)
         if link.scope == "shared":
             return name
+        near = _devices(route, source, target)[0]
         for group in link.groups:
             if near in group:
                 return f"{name}[{','.join(map(str, group))}]"
-        if link.scope == "pair" and copies == "p2p":
-            return f"{name}{source}-{device}"
-        return f"{name}{near}"
+        return f"{name}{source}-{target}" if link.scope == "pair" and between else f"{name}{near}"
+
+
+def _devices(route: Route, source: int, target: int) -> tuple[int, ...]:
+    """The ends of a copy that have a link of their own: devices; of one that touches none, what it reads."""
+    ends = tuple(end for kind, end in zip(route, (source, target), strict=True) if kind is SpaceKind.DEVICE)
+    return ends or (source,)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from disco_accel.errors import ConfigError
+from disco_accel.graph.spaces import ROUTE_OF
 from disco_accel.graph.strict_json import parse_json, shown
-from disco_accel.simulate.machine import LINK_KINDS, SCOPES, Link, Machine
+from disco_accel.simulate.machine import SCOPES, Link, Machine
 
 logger = logging.getLogger("disco_accel")
 
@@ -67,10 +68,8 @@ def machine_from_json(data: object) -> Machine:
             link_of[kind] = link
         if len(kinds) > 1:
             joint.append(kinds)
-    default = Machine()
-    h2d, d2h, p2p = (link_of.get(kind, default.link(kind)) for kind in LINK_KINDS)
     _warn_of_unknown(data, links)
-    return Machine(streams, h2d, d2h, p2p, tuple(joint))
+    return Machine(streams, {ROUTE_OF[kind]: link for kind, link in link_of.items()}, tuple(joint))
 
 
 def _warn_of_unknown(data: Mapping[str, Any], links: Sequence[Mapping[str, Any]]) -> None:
@@ -87,8 +86,8 @@ def _link(entry: Any, where: str) -> tuple[tuple[str, ...], Link]:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: expected an object, got {shown(entry)}")
     kinds = entry.get("kinds")
-    if not isinstance(kinds, list) or not kinds or any(kinds.count(k) > 1 or k not in LINK_KINDS for k in kinds):
-        raise ConfigError(f"{where}: kinds: expected some of {', '.join(LINK_KINDS)}, each once, got {shown(kinds)}")
+    if not isinstance(kinds, list) or not kinds or any(kinds.count(k) > 1 or k not in list(ROUTE_OF) for k in kinds):
+        raise ConfigError(f"{where}: kinds: expected some of {', '.join(ROUTE_OF)}, each once, got {shown(kinds)}")
     scope = entry.get("scope", "device")
     if scope not in SCOPES:
         raise ConfigError(f"{where}: scope: expected one of {', '.join(SCOPES)}, got {shown(scope)}")
@@ -96,7 +95,7 @@ def _link(entry: Any, where: str) -> tuple[tuple[str, ...], Link]:
     latency = _number(entry, "latency", where, least=0.0, default=0.0)
     own = _bandwidths(entry.get("bandwidths"), f"{where}: bandwidths")
     link = Link(bandwidth, latency, scope, _groups(entry.get("groups"), f"{where}: groups"), own)
-    return tuple(kind for kind in LINK_KINDS if kind in kinds), link
+    return tuple(kind for kind in ROUTE_OF if kind in kinds), link
 
 
 def _groups(raw: Any, where: str) -> tuple[tuple[int, ...], ...]:

@@ -13,7 +13,7 @@ from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate
-from disco_accel.simulate.machine import Link, Machine, copy_kind
+from disco_accel.simulate.machine import Link, Machine
 from disco_accel.simulate.step_boundary import CrossStepDependencies, cross_step_dependencies
 
 __all__ = ["DISPATCHES", "Link", "Machine", "Simulation", "Simulator", "lower_bound", "simulate"]
@@ -53,41 +53,15 @@ def simulate(
     return Simulator(memgraph, machine).run(dispatch=dispatch, seed=seed, jitter=jitter, steps=steps)
 
 
-def _copy_kinds(memgraph: MemGraph) -> list[VertexKind]:
-    """The kind of each vertex, or of the copy that a transfer from or to the host is."""
-    hosts = host_devices(memgraph.devices)
-    device = {vertex.id: vertex.device for vertex in memgraph.vertices}
-    return [copy_kind(v, device[v.inputs[0][0]] if v.inputs else v.device, hosts) for v in memgraph.vertices]
-
-
 def lower_bound(memgraph: MemGraph, machine: Machine | None = None) -> float:
     """Return a lower bound, in seconds, of every execution of ``memgraph``: the work of the busiest lane."""
     machine = machine or Machine()
+    lanes = machine.lanes(memgraph.spaces)
     work: dict[str, float] = defaultdict(float)
-    for seconds, lane in zip(_seconds(memgraph, machine), _lanes(memgraph, machine), strict=True):
-        work[lane] += seconds / (machine.compute_streams if lane.startswith("compute") else 1)
+    for vertex in memgraph.vertices:
+        name = lanes.name(vertex)
+        work[name] += lanes.seconds(vertex) / (machine.compute_streams if name.startswith("compute") else 1)
     return max(work.values(), default=0.0)
-
-
-def _seconds(memgraph: MemGraph, machine: Machine) -> list[float]:
-    device = {vertex.id: vertex.device for vertex in memgraph.vertices}
-    sources = (device[v.inputs[0][0]] if v.inputs else v.device for v in memgraph.vertices)
-    copies = zip(memgraph.vertices, _copy_kinds(memgraph), sources, strict=True)
-    return [machine.seconds(vertex, kind, source) for vertex, kind, source in copies]
-
-
-def _lanes(memgraph: MemGraph, machine: Machine) -> list[str]:
-    device = {vertex.id: vertex.device for vertex in memgraph.vertices}
-    names: dict[tuple[VertexKind, int, int], str] = {}
-    lanes = []
-    for vertex, kind in zip(memgraph.vertices, _copy_kinds(memgraph), strict=True):
-        source = device[vertex.inputs[0][0]] if vertex.kind is VertexKind.TRANSFER else vertex.device
-        # One from or to the host takes the link of the device at its other end.
-        key = (kind, source if kind is VertexKind.OFFLOAD else vertex.device, source)
-        if key not in names:
-            names[key] = machine.lane(*key)
-        lanes.append(names[key])
-    return lanes
 
 
 class Simulator:
@@ -101,8 +75,9 @@ class Simulator:
         self.inputs = [vertex.kind is VertexKind.INPUT for vertex in memgraph.vertices]
         self.late = [i for i, vertex in enumerate(memgraph.vertices) if arrives_at_gate(vertex)]
         self.out = [handed_out_at_gate(vertex) and vertex.kind is not VertexKind.INPUT for vertex in memgraph.vertices]
-        self.seconds = _seconds(memgraph, machine)
-        names = _lanes(memgraph, machine)
+        lanes = machine.lanes(memgraph.spaces)
+        self.seconds = [lanes.seconds(vertex) for vertex in memgraph.vertices]
+        names = [lanes.name(vertex) for vertex in memgraph.vertices]
         self.lane_names = sorted({name for name, is_input in zip(names, self.inputs, strict=True) if not is_input})
         number = {name: lane for lane, name in enumerate(self.lane_names)}
         self.lanes = [-1 if is_input else number[name] for name, is_input in zip(names, self.inputs, strict=True)]

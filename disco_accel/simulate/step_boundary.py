@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from disco_accel.errors import PlanError
 from disco_accel.graph.carried_values import carried_values, taskgraph_of
 from disco_accel.graph.check import called
+from disco_accel.graph.copies import copies_bytes, swaps_in, swaps_out
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
@@ -74,8 +75,9 @@ class _TwoSteps:
             for ref in dict.fromkeys(vertex.inputs):
                 if not self.reads_home(vertex, ref):
                     self.readers.setdefault(ref, []).append(i)
-        work = (VertexKind.KERNEL, VertexKind.TRANSFER)
-        self.workers = {i for i, vertex in enumerate(plan.vertices) if vertex.kind in work}
+        self.workers = {
+            i for i, v in enumerate(plan.vertices) if v.kind is not VertexKind.INPUT and not copies_bytes(v)
+        }
         self.gated = set(self.workers)
         self.gated |= {i for i, v in enumerate(plan.vertices) if v.kind is VertexKind.INPUT and not may_be_resident(v)}
         self.pairs: set[tuple[int, int]] = set()
@@ -86,32 +88,28 @@ class _TwoSteps:
         return self.plan.vertices[self.number[ref[0]]]
 
     def origin(self, ref: Ref) -> int:
-        """The address at which the value begins of which ``ref`` holds bytes."""
-        return self.plan.slots[ref].addr - self.vertex(ref).begin
+        """The offset at which the value begins of which ``ref`` holds bytes."""
+        return self.plan.slots[ref].offset - self.vertex(ref).begin
 
     def reads_home(self, vertex: Vertex, ref: Ref) -> bool:
         """Whether ``vertex`` reads the host's copy of an input, or a version that was written there, not a device's."""
-        if vertex.kind is VertexKind.RELOAD:
+        if swaps_in(vertex):
             return self.vertex(ref).kind is VertexKind.INPUT or ref in self.home_uses.written
         return vertex.kind is VertexKind.INPUT or self.home_uses.at_home(vertex, self.carried[ref])
 
     def dependencies(self) -> CrossStepDependencies:
         """Compare the last user of each byte with its first writer."""
-        for device in self.plan.devices:
-            ranges = [
-                (slot.addr, slot.addr + slot.size, ref)
-                for ref, slot in self.plan.slots.items()
-                if slot.device == device.id and slot.size
-            ]
-            self._compare(ranges)
-            self._order_unread(ranges)
-        host = self.plan.host_offsets
-        sizes = {offload: self.vertex((offload, 0)).sizes[0] for offload in host}
-        self._compare([(at, at + sizes[offload], (offload, 0)) for offload, at in host.items() if sizes[offload]])
+        ranges: dict[int, list[_Range]] = {}
+        for ref, slot in self.plan.slots.items():
+            if size := self.vertex(ref).sizes[ref[1]]:
+                ranges.setdefault(slot.space, []).append((slot.offset, slot.offset + size, ref))
+        for each in ranges.values():
+            self._compare(each)
+            self._order_unread(each)
         for versions in self.states.values():
             self._compare_home(set(versions))
         for i, vertex in enumerate(self.plan.vertices):
-            if vertex.kind is VertexKind.RELOAD and not outlives_step(self.vertex(vertex.inputs[0])):
+            if swaps_in(vertex) and not outlives_step(self.vertex(vertex.inputs[0])):
                 self.pairs.add((i, self.number[vertex.inputs[0][0]]))
         successors: dict[int, list[int]] = {}
         for u, v in sorted(self.pairs):
@@ -162,12 +160,12 @@ class _TwoSteps:
         reads: dict[Ref, list[int]] = {}
         for vertex in self.plan.vertices:
             for ref in vertex.inputs:
-                reload = vertex.kind is VertexKind.RELOAD and self.carried[ref] in versions
-                if reload or (self.carried[ref] in versions and self.reads_home(vertex, ref)):
+                swapped_in = swaps_in(vertex) and self.carried[ref] in versions
+                if swapped_in or (self.carried[ref] in versions and self.reads_home(vertex, ref)):
                     reads.setdefault(ref, []).append(vertex.id)
             for k in range(len(vertex.sizes)):
-                offload = vertex.kind is VertexKind.OFFLOAD and self.carried[vertex.id, k] in versions
-                if offload or ((vertex.id, k) in versions and (vertex.id, k) in self.home_uses.written):
+                goes_home = swaps_out(vertex) and self.carried[vertex.id, k] in versions
+                if goes_home or ((vertex.id, k) in versions and (vertex.id, k) in self.home_uses.written):
                     writes.append((vertex.id, k))
         if not writes:
             return

@@ -1,7 +1,7 @@
 """The static judge's demands of values that live over steps and change: what their homes hold, and when.
 
 Each such value has one home, memory of its own on the host. When a step starts it holds the value's first version;
-every offload of a version writes it, and reloads read it; kernels of a host device do both. As in any memory, what it
+every swap-out of a version writes it, and swap-ins read it; kernels of a host device do both. As in any memory, what it
 held is read before the next is written. When the step ends it holds the last version, unless the next step finds that
 on the device.
 """
@@ -13,22 +13,23 @@ from collections.abc import Mapping, Set
 from functools import partial
 
 from disco_accel.errors import VerifyError
-from disco_accel.graph.taskgraph import Ref, VertexKind
+from disco_accel.graph.copies import swaps_in, swaps_out
+from disco_accel.graph.taskgraph import Ref
 from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate
 from disco_accel.verify.judged_plan import Claims, JudgedPlan
 
 
 def writes_home(plan: JudgedPlan, ref: Ref) -> bool:
-    """Whether ``ref`` is a version of a value that changes over steps which its vertex, an offload or a kernel of a
+    """Whether ``ref`` is a version of a value that changes over steps which its vertex, a swap-out or a kernel of a
     host device, writes at home."""
-    offload = plan.vertex[ref[0]].kind is VertexKind.OFFLOAD and plan.carried[ref] in plan.state
-    return offload or ref in plan.home_uses.written
+    goes_home = swaps_out(plan.vertex[ref[0]]) and plan.carried[ref] in plan.state
+    return goes_home or ref in plan.home_uses.written
 
 
 def check_homes(plan: JudgedPlan, order: Mapping[int, int], before: Claims, behind_gate: Set[int]) -> Mapping[Ref, Ref]:
     """Claim that no home is written before what it held was read.
 
-    Returns for each value whose home is written, its INPUT's, the offload that writes there last. Raises VerifyError.
+    Returns for each value whose home is written, its INPUT's, the swap-out that writes there last. Raises VerifyError.
     """
     readers = _home_readers(plan)
     has_gate = any(arrives_at_gate(vertex) for vertex in plan.graph.vertices)
@@ -71,12 +72,12 @@ def check_written_back(plan: JudgedPlan, home_writers: Mapping[Ref, Ref]) -> Non
 
 
 def _home_readers(plan: JudgedPlan) -> Mapping[Ref, list[int]]:
-    """Return the readers of each content of a home: of an offload's or a kernel's, or of that from before the step (an
+    """Return the readers of each content of a home: of a swap-out's or a kernel's, or of that from before the step (an
     INPUT)."""
     readers: dict[Ref, list[int]] = defaultdict(list)
     for vertex in plan.mem.vertices:
         for position, ref in enumerate(vertex.inputs):
-            reloads = vertex.kind is VertexKind.RELOAD
+            reloads = swaps_in(vertex)
             if (reloads or plan.reads_at_home(vertex.id, position)) and plan.carried[ref] in plan.state:
                 readers[ref].append(vertex.id)
     return readers

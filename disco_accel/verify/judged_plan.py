@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from disco_accel.errors import VerifyError
 from disco_accel.graph.check import called
+from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.spaces import HOST, Space, is_backing
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import lasting_versions
 from disco_accel.verify.happens_before import Claim, first_violated
@@ -23,7 +25,7 @@ class JudgedPlan:
     task: dict[int, Vertex] = field(init=False)
     vertex: dict[int, Vertex] = field(init=False)
     carried: dict[Ref, Ref] = field(init=False, default_factory=dict)
-    """Value of the plan (also of offloads) → the task graph's value that it holds."""
+    """Value of the plan (also of swap-outs) → the task graph's value that it holds."""
     predecessors: dict[int, set[int]] = field(init=False)
     versions: Mapping[Ref, list[Ref]] = field(init=False)
     """Input that changes over steps → its versions in order."""
@@ -38,17 +40,23 @@ class JudgedPlan:
         self.state = {version: state for state, versions in self.versions.items() for version in versions}
         self.home_uses = HomeUses.of(self.graph)
 
+    @property
+    def backing(self) -> tuple[Space, ...]:
+        """The spaces of the plan in which no kernel runs."""
+        listed = tuple(space for space in self.mem.spaces if is_backing(space.id) and space.id != HOST)
+        return (self.mem.host, *listed)
+
     def name(self, vertex: int) -> str:
         """How messages call a vertex."""
         named = self.vertex.get(vertex)
         return f"vertex {vertex}" if named is None else called(named)
 
     def reads_at_home(self, vertex: int, position: int) -> bool:
-        """Whether a vertex reads that input at its home: a kernel of a host device, a reload, or a resident range."""
+        """Whether a vertex reads that input at its home: a kernel of a host device, a swap-in, or a resident range."""
         named = self.vertex[vertex]
         if named.kind is VertexKind.INPUT:
             return True
-        if named.kind is VertexKind.RELOAD:
+        if swaps_in(named):
             source = self.vertex[named.inputs[0][0]]
             return source.kind is VertexKind.INPUT or named.inputs[0] in self.home_uses.written
         task = self.task.get(vertex)
@@ -63,8 +71,8 @@ class JudgedPlan:
         return self.size(ref) == self.size(self.carried[ref])
 
     def origin(self, ref: Ref) -> int:
-        """The address at which the value begins, of which ``ref``, which has an address, holds a range."""
-        return self.mem.slots[ref].addr - self.vertex[ref[0]].begin
+        """The offset at which the value begins, of which ``ref``, which has a slot, holds a range."""
+        return self.mem.slots[ref].offset - self.vertex[ref[0]].begin
 
     def last_version(self, ref: Ref) -> Ref:
         """What an input that lives over steps holds when the step ends."""

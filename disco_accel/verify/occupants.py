@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Generic, TypeVar
 
-_Content = TypeVar("_Content", bound=int | tuple[int, int])
-"""What a plan calls a content of memory: a value's ref, or a buffer's id."""
+from disco_accel.graph.taskgraph import Ref
 
 
-class Occupants(Generic[_Content]):
+class Occupants:
     """The content written last to each byte range of one memory; ranges are sorted by address and do not overlap."""
 
     def __init__(self) -> None:
-        self._ranges: list[tuple[int, int, _Content]] = []
+        self._ranges: list[tuple[int, int, Ref]] = []
 
-    def replace(self, start: int, end: int, content: _Content) -> list[_Content]:
+    def replace(self, start: int, end: int, content: Ref) -> list[Ref]:
         """Make ``content`` the occupant of ``[start, end)`` and return the former ones."""
         ranges = self._ranges
         at = bisect_right(ranges, start, key=lambda r: r[0])
         first = at - 1 if at and ranges[at - 1][1] > start else at
         last = first
-        remaining: list[tuple[int, int, _Content]] = []
-        former: list[_Content] = []
+        remaining: list[tuple[int, int, Ref]] = []
+        former: list[Ref] = []
         while last < len(ranges) and ranges[last][0] < end:
             begin, stop, occupant = ranges[last]
             former.append(occupant)
@@ -35,10 +33,10 @@ class Occupants(Generic[_Content]):
         ranges[first:last] = sorted([*remaining, (start, end, content)], key=lambda r: r[0])
         return list(dict.fromkeys(former))
 
-    def at(self, start: int, end: int) -> set[_Content]:
+    def at(self, start: int, end: int) -> set[Ref]:
         """Return the occupants of ``[start, end)``."""
         first = max(0, bisect_right(self._ranges, start, key=lambda r: r[0]) - 1)
-        occupants: set[_Content] = set()
+        occupants: set[Ref] = set()
         for begin, stop, occupant in self._ranges[first:]:
             if begin >= end:
                 break

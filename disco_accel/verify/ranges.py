@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from disco_accel.errors import VerifyError
+from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.verify.judged_plan import JudgedPlan
 from disco_accel.verify.occupants import Occupants
@@ -24,7 +25,7 @@ def check_ranges_read(plan: JudgedPlan, vertex: Vertex, wanted: Sequence[Ref]) -
         if further or (not plan.reads_at_home(vertex.id, position) and not plan.is_whole(ref)):
             ranges.setdefault(plan.carried[ref], []).append(ref)
         source = plan.vertex[ref[0]]
-        if further and (source.kind not in (VertexKind.RELOAD, VertexKind.INPUT) or not source.begin):
+        if further and (not (swaps_in(source) or source.kind is VertexKind.INPUT) or not source.begin):
             raise VerifyError(f"{plan.name(vertex.id)}: inputs[{position}] is no further range of a value")
         if not further and source.begin:
             raise VerifyError(f"{plan.name(vertex.id)}: inputs[{position}] is not the first range of its value")
@@ -35,7 +36,7 @@ def check_ranges_read(plan: JudgedPlan, vertex: Vertex, wanted: Sequence[Ref]) -
             source = plan.vertex[ref[0]]
             if source.begin != end:
                 raise VerifyError(f"{plan.name(vertex.id)} reads value {value} without its bytes from {end} on")
-            if ref not in plan.mem.slots or source.device != plan.vertex[ordered[0][0]].device:
+            if ref not in plan.mem.slots or source.space != plan.vertex[ordered[0][0]].space:
                 raise VerifyError(f"{plan.name(vertex.id)} reads {plan.name(ref[0])}, which is not on its device")
             if plan.origin(ref) != plan.origin(ordered[0]):
                 raise VerifyError(f"{plan.name(vertex.id)}: the ranges of value {value} do not lie side by side")
@@ -56,13 +57,13 @@ def check_range_copied(plan: JudgedPlan, reload: Vertex) -> None:
         raise VerifyError(f"{plan.name(reload.id)} copies a range of a value that changes over steps")
 
 
-def check_ranges_back(plan: JudgedPlan, devices: Mapping[int, Occupants[Ref]]) -> None:
+def check_ranges_back(plan: JudgedPlan, spaces: Mapping[int, Occupants]) -> None:
     """Raise VerifyError unless the next step finds each resident range where this one did, whole or in other ranges."""
     for vertex in plan.mem.vertices:
         if vertex.kind is not VertexKind.INPUT or vertex.id in plan.task:
             continue
         ref = (vertex.id, 0)
         slot = plan.mem.slots[ref]
-        for holder in devices[slot.device].at(slot.addr, slot.addr + slot.size):
+        for holder in spaces[slot.space].at(slot.offset, slot.offset + vertex.sizes[0]):
             if plan.carried[holder] != plan.carried[ref] or plan.origin(holder) != plan.origin(ref):
-                raise VerifyError(f"{plan.name(vertex.id)} is resident but not back at its address when the step ends")
+                raise VerifyError(f"{plan.name(vertex.id)} is resident but not back at its offset when the step ends")

@@ -6,19 +6,20 @@ decide which of the two to believe.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from operator import attrgetter
 
 from disco_accel.errors import VerifyError
-from disco_accel.graph.byte_ranges import is_resident_range
 from disco_accel.graph.check import called
+from disco_accel.graph.copies import copies_bytes
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.spaces import HOST, HOST_SPACE, Space
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import never_changes
 from disco_accel.sizes import MAX_SIZE
 
-_COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
-_FIRST = ("kind", "device", "op", "sizes")
+_FIRST = ("kind", "space", "source", "op", "sizes")
 SAME = (*_FIRST, *(f.name for f in fields(Vertex) if f.name not in (*_FIRST, "id", "inputs")))
 """The fields of a task graph's vertex that its plan repeats: all but the inputs, which may be read from reloads."""
 
@@ -29,7 +30,7 @@ _BARE = ("traits", "out", "keep", "after", "inplace", "may_inplace")
 
 _bare = attrgetter(*_BARE)
 _rest = attrgetter(*_BARE[1:])
-_PLAIN = Vertex(0, VertexKind.OFFLOAD, 0)
+_PLAIN = Vertex(0, VertexKind.COPY, 0)
 
 
 def check_same(graph: TaskGraph, plan: MemGraph) -> None:
@@ -39,15 +40,14 @@ def check_same(graph: TaskGraph, plan: MemGraph) -> None:
         raise VerifyError("two vertices of the plan have the same id")
     for vertex in graph.vertices:
         _check_vertex(vertex, planned.get(vertex.id))
-    _check_devices(graph, plan)
-    _check_host(graph, plan)
+    _check_spaces(graph, plan)
     known = {vertex.id for vertex in graph.vertices}
-    devices = {device.id for device in plan.devices}
+    spaces = {HOST, *(space.id for space in plan.spaces)}
     for vertex in plan.vertices:
-        if vertex.device not in devices:
-            raise VerifyError(f"{called(vertex)}: the plan has no device {vertex.device}")
-        if vertex.id not in known and vertex.kind not in _COPIES and not is_resident_range(vertex):
-            raise VerifyError(f"{called(vertex)} is not in the task graph and neither offload nor reload")
+        if vertex.space not in spaces or vertex.source not in spaces:
+            raise VerifyError(f"{called(vertex)}: the plan has no space {vertex.space} or no space {vertex.source}")
+        if vertex.id not in known and not copies_bytes(vertex):
+            raise VerifyError(f"{called(vertex)} is not in the task graph and copies neither from nor to its homes")
         for producer, output in vertex.inputs:
             if producer not in planned or not 0 <= output < len(planned[producer].sizes):
                 raise VerifyError(f"{called(vertex)}: reads [{producer}, {output}], which does not exist")
@@ -55,42 +55,42 @@ def check_same(graph: TaskGraph, plan: MemGraph) -> None:
     _check_ranges(graph, plan, known)
 
 
-def _check_devices(graph: TaskGraph, plan: MemGraph) -> None:
-    own = {device.id: device for device in graph.devices}
-    planned = {device.id: device for device in plan.devices}
-    if len(planned) != len(plan.devices) or planned.keys() != own.keys():
-        raise VerifyError(f"the plan is for devices {_some(plan.devices)}, the task graph for {_some(graph.devices)}")
-    for device in plan.devices:
-        allowed = own[device.id]
-        if device.host != allowed.host:
-            raise VerifyError(f"device {device.id}: the plan and the task graph differ in whether it is the host's")
-        if device.memory > allowed.memory:
+def named(space: Space) -> str:
+    """How messages call ``space``."""
+    return f"device {space.id}" if space.id >= 0 else "the host" if space.id == HOST else f"space {space.id}"
+
+
+def _check_spaces(graph: TaskGraph, plan: MemGraph) -> None:
+    own = {HOST: HOST_SPACE} | {space.id: space for space in graph.spaces}
+    planned = {space.id: space for space in plan.spaces}
+    if len(planned) != len(plan.spaces) or planned.keys() | {HOST} != own.keys():
+        raise VerifyError(f"the plan is for spaces {_some(planned)}, the task graph for {_some(own)}")
+    for space in plan.spaces:
+        allowed = own[space.id]
+        if space.kind is not allowed.kind:
+            raise VerifyError(f"{named(space)}: {space.kind} in the plan, {allowed.kind} in the task graph")
+        if not 0 <= space.memory <= MAX_SIZE:
+            raise VerifyError(f"{named(space)}: memory is {space.memory}, but must be from 0 to {MAX_SIZE} bytes")
+        if space.memory > allowed.memory:
             raise VerifyError(
-                f"device {device.id}: the plan counts on {device.memory} bytes of memory, the task graph has"
-                f" {allowed.memory}; if it was planned for more, give that (on the command line --memory"
-                f" {device.memory})"
+                f"{named(space)}: the plan counts on {space.memory} bytes of memory, the task graph has"
+                f" {allowed.memory}"
+                + (
+                    f"; if it was planned for more, give that (on the command line --memory {space.memory})"
+                    if space.id >= 0
+                    else ""
+                )
             )
-        if device.alignment < 1 or allowed.alignment < 1 or device.alignment % allowed.alignment:
+        if space.alignment < 1 or allowed.alignment < 1 or space.alignment % allowed.alignment:
             raise VerifyError(
-                f"device {device.id}: the plan aligns to {device.alignment} bytes, which is not a multiple of the"
+                f"{named(space)}: the plan aligns to {space.alignment} bytes, which is not a multiple of the"
                 f" task graph's {allowed.alignment}"
             )
 
 
-def _some(devices: tuple[object, ...]) -> str:
-    ids = [str(getattr(device, "id", device)) for device in devices]
-    return ", ".join(ids[:8]) + (", ..." if len(ids) > 8 else "")
-
-
-def _check_host(graph: TaskGraph, plan: MemGraph) -> None:
-    if graph.host_memory is not None and plan.host_memory > graph.host_memory:
-        raise VerifyError(
-            f"host: the plan counts on {plan.host_memory} bytes for offloads, the task graph has {graph.host_memory}"
-        )
-    if not 0 <= plan.host_memory <= MAX_SIZE:
-        raise VerifyError(f"host: memory is {plan.host_memory}, but must be from 0 to {MAX_SIZE} bytes")
-    if plan.host_alignment < 1:
-        raise VerifyError(f"host: alignment is {plan.host_alignment}, but must be 1 or more bytes")
+def _some(ids: Iterable[int]) -> str:
+    listed = [str(each) for each in ids]
+    return ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "")
 
 
 def _check_vertex(vertex: Vertex, planned: Vertex | None) -> None:
@@ -112,7 +112,7 @@ def _check_ranges(graph: TaskGraph, plan: MemGraph, known: set[int]) -> None:
         if vertex.id in known or vertex.kind is not VertexKind.INPUT:
             continue
         source = inputs.get(vertex.inputs[0][0])
-        if source is None or len(vertex.inputs) != 1 or vertex.device != source.device:
+        if source is None or len(vertex.inputs) != 1 or vertex.space != source.space:
             raise VerifyError(f"{called(vertex)}: is no range of an input that never changes, on the device of that")
         if len(vertex.sizes) != 1 or vertex.begin < 0 or not 0 < vertex.sizes[0] <= source.sizes[0] - vertex.begin:
             raise VerifyError(f"{called(vertex)}: bytes from {vertex.begin} on are not of {called(source)}")

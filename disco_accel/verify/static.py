@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from disco_accel.errors import VerifyError
 from disco_accel.gc_pause import collector_paused
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import (
@@ -29,7 +29,7 @@ from disco_accel.verify.homes import check_homes, check_written_back, writes_hom
 from disco_accel.verify.judged_plan import Claims, JudgedPlan
 from disco_accel.verify.occupants import Occupants
 from disco_accel.verify.ranges import check_range_copied, check_ranges_back, check_ranges_read
-from disco_accel.verify.same_graph import check_same
+from disco_accel.verify.same_graph import check_same, named
 
 
 @collector_paused()
@@ -44,14 +44,13 @@ def verify(graph: TaskGraph, memgraph: MemGraph) -> None:
     _check_after(plan, before)
     gate = _behind_gate(plan, order)
     _check_slots(plan)
-    device_ends = _check_device_memory(plan, order, before, gate)
-    host_ends = _check_host_memory(plan, order, before)
+    ends = _check_memory(plan, order, before, gate)
     home_writers = check_homes(plan, order, before, gate)
     before.resolve()
-    _check_kept(plan, device_ends, host_ends, home_writers)
+    _check_kept(plan, ends, home_writers)
     check_written_back(plan, home_writers)
     if memgraph.cyclic:
-        _check_cyclic(plan, device_ends)
+        _check_cyclic(plan, ends)
 
 
 def _check_edges(plan: JudgedPlan) -> None:
@@ -83,7 +82,7 @@ def _check_values(plan: JudgedPlan, order: Mapping[int, int]) -> None:
     for vertex in sorted(plan.mem.vertices, key=lambda v: order[v.id]):
         if vertex.kind is VertexKind.INPUT:
             continue
-        if vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD):
+        if vertex.id not in plan.task:
             _check_copy(plan, vertex)
             plan.carried[vertex.id, 0] = plan.carried[vertex.inputs[0]]
             continue
@@ -99,11 +98,11 @@ def _check_values(plan: JudgedPlan, order: Mapping[int, int]) -> None:
                 if plan.size(ref) and source.kind is not VertexKind.INPUT and not writes_home(plan, ref):
                     raise VerifyError(f"{where} is a copy by {plan.name(source.id)}, but is used at its home")
                 continue
-            if source.kind is VertexKind.OFFLOAD or _is_at_home(plan, ref):
+            if swaps_out(source) or _is_at_home(plan, ref):
                 raise VerifyError(f"{where} is {_kind(source)}, which is on the host")
             nowhere = ref in plan.home_uses.written  # Without bytes, as others were refused.
-            if source.device != plan.home_uses.device_of(wanted, plan.task[wanted[0]]) and not nowhere:
-                raise VerifyError(f"{where} is on device {source.device}")
+            if source.space != plan.home_uses.device_of(wanted, plan.task[wanted[0]]) and not nowhere:
+                raise VerifyError(f"{where} is on device {source.space}")
             _check_on_device(plan, ref, vertex.id)
 
 
@@ -113,7 +112,7 @@ def _is_at_home(plan: JudgedPlan, ref: Ref) -> bool:
 
 
 def _kind(vertex: Vertex) -> str:
-    return "an offload" if vertex.kind is VertexKind.OFFLOAD else f"written at home by vertex {vertex.id}"
+    return "an offload" if swaps_out(vertex) else f"written at home by vertex {vertex.id}"
 
 
 def _check_on_device(plan: JudgedPlan, ref: Ref, reader: int) -> None:
@@ -129,24 +128,34 @@ def _check_copy(plan: JudgedPlan, vertex: Vertex) -> None:
     ref = vertex.inputs[0]
     source = plan.vertex[ref[0]]
     is_range = vertex.begin != 0 or vertex.sizes[0] != plan.size(ref)
-    if is_range and vertex.kind is VertexKind.OFFLOAD:
+    if is_range and swaps_out(vertex):
         raise VerifyError(f"{plan.name(vertex.id)} copies {vertex.sizes[0]} bytes of a value of {plan.size(ref)}")
     if is_range:
         check_range_copied(plan, vertex)
     elif not plan.is_whole(ref):
         raise VerifyError(f"{plan.name(vertex.id)} copies a range of a value from its device")
-    if vertex.kind is VertexKind.OFFLOAD:
-        if source.kind is VertexKind.OFFLOAD or _is_at_home(plan, ref):
-            raise VerifyError(f"{plan.name(vertex.id)} offloads {plan.name(ref[0])}, which is on the host already")
-        if source.device != vertex.device:
-            raise VerifyError(f"{plan.name(vertex.id)} offloads from device {vertex.device}, not {source.device}")
+    if swaps_out(vertex) and vertex.source == source.space and not _is_at_home(plan, ref):
         _check_on_device(plan, ref, vertex.id)
-    else:
-        clean = source.kind is VertexKind.INPUT and source.id in plan.task and host_copy_exists(source)
-        if source.kind is not VertexKind.OFFLOAD and not clean and not _is_at_home(plan, ref):
-            raise VerifyError(f"{plan.name(vertex.id)} reloads {plan.name(ref[0])}, of which the host has no copy")
-        if _is_at_home(plan, ref) and vertex.device != plan.home_uses.device_of(ref, source):
-            raise VerifyError(f"{plan.name(vertex.id)} reloads to device {vertex.device}, where nobody reads it")
+    if vertex.source not in _spaces_of(plan, ref):
+        what = f"copies {plan.name(ref[0])} from space {vertex.source}, where it is not"
+        raise VerifyError(f"{plan.name(vertex.id)} {what}")
+    if swaps_out(vertex):
+        state = plan.state.get(plan.carried[ref])
+        if state is not None and vertex.space != plan.task[state[0]].source:
+            raise VerifyError(f"{plan.name(vertex.id)} writes to space {vertex.space}, not to the home of its value")
+    elif _is_at_home(plan, ref) and vertex.space != plan.home_uses.device_of(ref, source):
+        raise VerifyError(f"{plan.name(vertex.id)} reloads to device {vertex.space}, where nobody reads it")
+
+
+def _spaces_of(plan: JudgedPlan, ref: Ref) -> set[int]:
+    """The spaces in which a copy of the plan finds the bytes of ``ref``."""
+    vertex = plan.vertex[ref[0]]
+    if _is_at_home(plan, ref):
+        return {plan.task[plan.home_uses.homes[ref][0]].source}
+    task = plan.task.get(vertex.id)
+    if task is None or not host_copy_exists(task):
+        return {vertex.space}
+    return {task.source, vertex.space} if ref in plan.mem.slots or not plan.size(ref) else {task.source}
 
 
 def _check_after(plan: JudgedPlan, before: Claims) -> None:
@@ -169,35 +178,36 @@ def _behind_gate(plan: JudgedPlan, order: Mapping[int, int]) -> set[int]:
 
 
 def _check_slots(plan: JudgedPlan) -> None:
-    devices = {device.id: device for device in plan.mem.devices}
+    spaces = {space.id: space for space in (*plan.mem.devices, *plan.backing)}
     for ref, slot in plan.mem.slots.items():
         vertex = plan.vertex.get(ref[0])
         if vertex is None or not 0 <= ref[1] < len(vertex.sizes):
-            raise VerifyError(f"there is an address for [{ref[0]}, {ref[1]}], which does not exist")
-        device = devices[vertex.device]
+            raise VerifyError(f"there is an offset for [{ref[0]}, {ref[1]}], which does not exist")
+        space = spaces[vertex.space]
         task = plan.task.get(vertex.id)
-        at_home = device.host and plan.carried.get(ref) in plan.home_uses.homes
+        at_home = space.is_host_device and plan.carried.get(ref) in plan.home_uses.homes
         moves_not = at_home or (task is not None and is_foreign(task))
-        if vertex.kind is VertexKind.OFFLOAD or moves_not or _is_at_home(plan, ref):
-            raise VerifyError(f"{plan.name(ref[0])} has an address in the arena but does not live there")
-        if vertex.id in plan.task and slot.size and not outlives_step(plan.task[vertex.id]):
+        if moves_not or (writes_home(plan, ref) and plan.size(ref)):
+            raise VerifyError(f"{plan.name(ref[0])} has an offset in a space but does not live there")
+        size = plan.size(ref)
+        if vertex.id in plan.task and size and not outlives_step(plan.task[vertex.id]):
             raise VerifyError(f"{plan.name(ref[0])} is resident, but the host renews it: each step has to reload it")
-        if slot.device != vertex.device or slot.size != vertex.sizes[ref[1]]:
-            raise VerifyError(f"{plan.name(ref[0])}: the slot of output {ref[1]} contradicts its device or size")
-        if slot.addr < 0 or slot.addr + slot.size > device.memory:
+        if slot.space != vertex.space:
+            raise VerifyError(f"{plan.name(ref[0])}: the slot of output {ref[1]} is in space {slot.space}")
+        if slot.offset < 0 or slot.offset + size > space.memory:
             raise VerifyError(
-                f"{plan.name(ref[0])}: [{slot.addr}, {slot.addr + slot.size}) is outside the {device.memory} bytes"
-                f" of device {device.id}"
+                f"{plan.name(ref[0])}: [{slot.offset}, {slot.offset + size}) is outside the {space.memory} bytes"
+                f" of {named(space)}"
             )
-        if slot.addr % device.alignment:
-            raise VerifyError(f"{plan.name(ref[0])}: addr {slot.addr} is not a multiple of {device.alignment}")
+        if slot.offset % space.alignment:
+            raise VerifyError(f"{plan.name(ref[0])}: offset {slot.offset} is not a multiple of {space.alignment}")
     for vertex in plan.mem.vertices:
         task = plan.task.get(vertex.id)
-        if vertex.kind is VertexKind.OFFLOAD or (task is not None and (host_copy_exists(task) or is_foreign(task))):
+        if task is not None and (host_copy_exists(task) or is_foreign(task)):
             continue
         for k, size in enumerate(vertex.sizes):
-            if size and (vertex.id, k) not in plan.mem.slots and not _is_at_home(plan, (vertex.id, k)):
-                raise VerifyError(f"{plan.name(vertex.id)}: output {k} has no address")
+            if size and (vertex.id, k) not in plan.mem.slots and not writes_home(plan, (vertex.id, k)):
+                raise VerifyError(f"{plan.name(vertex.id)}: output {k} has no offset")
 
 
 def _readers(plan: JudgedPlan) -> dict[Ref, list[int]]:
@@ -211,12 +221,10 @@ def _readers(plan: JudgedPlan) -> dict[Ref, list[int]]:
     return readers
 
 
-def _check_device_memory(
-    plan: JudgedPlan, order: Mapping[int, int], before: Claims, gate: set[int]
-) -> dict[int, Occupants[Ref]]:
+def _check_memory(plan: JudgedPlan, order: Mapping[int, int], before: Claims, gate: set[int]) -> dict[int, Occupants]:
     readers = _readers(plan)
     has_gate = any(arrives_at_gate(vertex) for vertex in plan.graph.vertices)
-    memory: dict[int, Occupants[Ref]] = defaultdict(Occupants)
+    memory: dict[int, Occupants] = defaultdict(Occupants)
     # An output written over a late input lies in that input's reserved bytes.
     reserved = {(vertex.id, 0) for vertex in plan.graph.vertices if arrives_at_gate(vertex)}
 
@@ -225,9 +233,9 @@ def _check_device_memory(
 
     # Invariant: memory has the last occupant of each byte, in the order of writing. For each two consecutive occupants
     # of a byte, claims say that all users of the first finish before the second is written.
-    for ref in sorted((ref for ref, slot in plan.mem.slots.items() if slot.size), key=turn):
+    for ref in sorted((ref for ref in plan.mem.slots if plan.size(ref)), key=turn):
         slot = plan.mem.slots[ref]
-        for former in memory[slot.device].replace(slot.addr, slot.addr + slot.size, ref):
+        for former in memory[slot.space].replace(slot.offset, slot.offset + plan.size(ref), ref):
             _check_overwrite(plan, former, ref, readers[former], before)
             if former in reserved:
                 if ref[0] not in readers[former]:
@@ -272,8 +280,8 @@ def _check_reuse(plan: JudgedPlan, former: Ref, ref: Ref, both: Callable[[], str
     named = any(plan.vertex[ref[0]].inputs[position] == former for position in allowed)
     if not named:
         raise VerifyError(f"{both()}, but the second reads the first and may not be written over it")
-    if plan.mem.slots[former].addr != plan.mem.slots[ref].addr or plan.size(ref) > plan.size(former):
-        raise VerifyError(f"{both()}: writing over an input needs the same address and no larger an output")
+    if plan.mem.slots[former].offset != plan.mem.slots[ref].offset or plan.size(ref) > plan.size(former):
+        raise VerifyError(f"{both()}: writing over an input needs the same offset and no larger an output")
 
 
 def _check_inplace(plan: JudgedPlan, ref: Ref, slot: Slot) -> None:
@@ -282,45 +290,8 @@ def _check_inplace(plan: JudgedPlan, ref: Ref, slot: Slot) -> None:
     if position is None:
         return
     target = plan.mem.slots.get(plan.vertex[ref[0]].inputs[position])
-    if target is None or target.device != slot.device or target.addr != slot.addr:
+    if target != slot:
         raise VerifyError(f"{plan.name(ref[0])}: output {ref[1]} must be written over inputs[{position}]")
-
-
-def _share_host(plan: JudgedPlan, first: int, then: int) -> str:
-    return f"{plan.name(first)} and {plan.name(then)} share host memory"
-
-
-def _check_host_memory(plan: JudgedPlan, order: Mapping[int, int], before: Claims) -> Occupants[Ref]:
-    readers = _readers(plan)
-    memory: Occupants[Ref] = Occupants()
-    offsets = plan.mem.host_offsets
-    for offload in offsets:
-        if offload not in plan.vertex or plan.vertex[offload].kind is not VertexKind.OFFLOAD:
-            raise VerifyError(f"there is a host offset for {plan.name(offload)}, which is not an offload")
-        if writes_home(plan, (offload, 0)):
-            state = plan.state[plan.carried[offload, 0]][0]
-            raise VerifyError(
-                f"{plan.name(offload)} has a host_offset, but what it writes is the home of {plan.name(state)}"
-            )
-    for offload in sorted(offsets, key=order.__getitem__):
-        start, size = offsets[offload], plan.vertex[offload].sizes[0]
-        if start < 0 or start + size > plan.mem.host_memory:
-            raise VerifyError(
-                f"{plan.name(offload)}: [{start}, {start + size}) is outside the {plan.mem.host_memory} bytes of the"
-                f" host's arena (host: memory)"
-            )
-        if start % plan.mem.host_alignment:
-            raise VerifyError(
-                f"{plan.name(offload)}: host_offset {start} is not a multiple of {plan.mem.host_alignment}"
-            )
-        if size == 0:
-            continue
-        for former in memory.replace(start, start + size, (offload, 0)):
-            why = partial(_share_host, plan, former[0], offload)
-            before.claim(former[0], offload, why)
-            for reader in readers[former]:
-                before.claim(reader, offload, why)
-    return memory
 
 
 def _copies(plan: JudgedPlan) -> dict[Ref, list[Ref]]:
@@ -330,33 +301,15 @@ def _copies(plan: JudgedPlan) -> dict[Ref, list[Ref]]:
     return copies
 
 
-def _intact(
-    plan: JudgedPlan,
-    copy: Ref,
-    devices: Mapping[int, Occupants[Ref]],
-    host: Occupants[Ref],
-    home_writers: Mapping[Ref, Ref],
-) -> bool:
+def _intact(plan: JudgedPlan, copy: Ref, ends: Mapping[int, Occupants], home_writers: Mapping[Ref, Ref]) -> bool:
     """Whether the bytes of ``copy`` are still there when everything has run."""
     if writes_home(plan, copy):
         return home_writers[plan.state[plan.carried[copy]]] == copy
-    if plan.vertex[copy[0]].kind is VertexKind.OFFLOAD:
-        if copy[0] not in plan.mem.host_offsets:
-            return True
-        start = plan.mem.host_offsets[copy[0]]
-        return host.at(start, start + plan.size(copy)) == {copy}
     slot = plan.mem.slots.get(copy)
-    if slot is None:
-        return False
-    return devices[slot.device].at(slot.addr, slot.addr + slot.size) == {copy}
+    return slot is not None and ends[slot.space].at(slot.offset, slot.offset + plan.size(copy)) == {copy}
 
 
-def _check_kept(
-    plan: JudgedPlan,
-    devices: Mapping[int, Occupants[Ref]],
-    host: Occupants[Ref],
-    home_writers: Mapping[Ref, Ref],
-) -> None:
+def _check_kept(plan: JudgedPlan, ends: Mapping[int, Occupants], home_writers: Mapping[Ref, Ref]) -> None:
     copies = _copies(plan)
     has_gate = any(arrives_at_gate(vertex) for vertex in plan.graph.vertices)
     for vertex in plan.graph.vertices:
@@ -368,24 +321,24 @@ def _check_kept(
             continue
         for k, size in enumerate(vertex.sizes):
             whole = (copy for copy in copies[vertex.id, k] if plan.is_whole(copy))
-            if size and not any(_intact(plan, copy, devices, host, home_writers) for copy in whole):
+            if size and not any(_intact(plan, copy, ends, home_writers) for copy in whole):
                 raise VerifyError(f"{plan.name(vertex.id)}: output {k} must be kept but is overwritten")
 
 
-def _check_cyclic(plan: JudgedPlan, devices: Mapping[int, Occupants[Ref]]) -> None:
+def _check_cyclic(plan: JudgedPlan, ends: Mapping[int, Occupants]) -> None:
     for vertex in plan.mem.vertices:
-        if vertex.kind is VertexKind.RELOAD:
+        if swaps_in(vertex):
             value = plan.carried[vertex.id, 0]
             loaded = plan.task[plan.state.get(value, value)[0]]
             if not may_leave(loaded):
                 raise VerifyError(f"{plan.name(vertex.id)} loads {plan.name(loaded.id)}, which has to stay")
-    check_ranges_back(plan, devices)
+    check_ranges_back(plan, ends)
     for vertex in plan.graph.vertices:
         slot = plan.mem.slots.get((vertex.id, 0))
-        if vertex.kind is not VertexKind.INPUT or not host_copy_exists(vertex) or slot is None or not slot.size:
+        if vertex.kind is not VertexKind.INPUT or not host_copy_exists(vertex) or slot is None or not vertex.sizes[0]:
             continue
-        holders = devices[slot.device].at(slot.addr, slot.addr + slot.size)
+        holders = ends[slot.space].at(slot.offset, slot.offset + vertex.sizes[0])
         last = plan.last_version((vertex.id, 0))
-        back = all(plan.carried[holder] == last and plan.origin(holder) == slot.addr for holder in holders)
+        back = all(plan.carried[holder] == last and plan.origin(holder) == slot.offset for holder in holders)
         if not back or (last != (vertex.id, 0) and len(holders) > 1):
-            raise VerifyError(f"{plan.name(vertex.id)} is resident but not back at its address when the step ends")
+            raise VerifyError(f"{plan.name(vertex.id)} is resident but not back at its offset when the step ends")

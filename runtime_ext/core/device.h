@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "program.h"
+
 namespace disco {
 
 // Runs the kernels of a program. Implemented by whoever knows what an op is (the torch side, a test).
@@ -25,8 +27,6 @@ class OpRunner {
 // Position in a stream, counted from 1. A stream's work up to token t has finished when completed(stream) >=
 // t.
 using Token = std::uint64_t;
-
-enum class Direction : std::uint8_t { kHostToDevice = 0, kDeviceToHost = 1, kPeer = 2 };
 
 // Nanoseconds of std::chrono::steady_clock.
 inline std::int64_t now_ns() {

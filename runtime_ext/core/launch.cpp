@@ -272,9 +272,11 @@ bool Engine::Loop::launch(std::int32_t v, int index, std::int64_t bytes) {
   }
   stream.push({v, token_of_[v], kernel ? kNever : device.expected_end(stream.stream), behind == 0});
   ++in_flight_;
-  if (program_.kind[v] == Kind::kOffload) step_.offload_bytes += bytes;
-  if (program_.kind[v] == Kind::kTransfer) step_.transfer_bytes += bytes;
-  if (program_.kind[v] == Kind::kReload || program_.kind[v] == Kind::kInput) step_.reload_bytes += bytes;
+  if (program_.goes(v, Direction::kDeviceToHost)) step_.offload_bytes += bytes;
+  if (program_.goes(v, Direction::kPeer)) step_.transfer_bytes += bytes;
+  if (program_.goes(v, Direction::kHostToDevice) || program_.kind[v] == Kind::kInput) {
+    step_.reload_bytes += bytes;
+  }
   if (!kernel && device.notifies()) book_if_done(stream);
   if (!kernel || !schedule_.lookahead) return true;
   for (const std::int32_t s : program_.successors_of(v)) {

@@ -7,30 +7,22 @@
 namespace disco {
 namespace {
 
-const char* kind_name(Kind kind) {
-  switch (kind) {
-    case Kind::kInput:
-      return "input";
-    case Kind::kKernel:
-      return "kernel";
-    case Kind::kTransfer:
-      return "transfer";
-    case Kind::kOffload:
-      return "offload";
-    case Kind::kReload:
-      return "reload";
-  }
-  return "unknown";
+const char* name_of(const Program& program, std::int32_t v) {
+  if (program.kind[v] == Kind::kInput) return "input";
+  if (program.kind[v] == Kind::kKernel) return "kernel";
+  if (program.goes(v, Direction::kHostToDevice)) return "copy from the host";
+  if (program.goes(v, Direction::kDeviceToHost)) return "copy to the host";
+  return program.goes(v, Direction::kPeer) ? "copy between devices" : "unknown";
 }
 
 std::string at_vertex(const Program& program, std::int32_t v, const std::string& what) {
-  return "vertex " + std::to_string(v) + " (" + kind_name(program.kind[v]) + "): " + what;
+  return "vertex " + std::to_string(v) + " (" + name_of(program, v) + "): " + what;
 }
 
 std::string check_lengths(const Program& p) {
   const std::size_t n = p.kind.size();
   if (p.device.size() != n || p.op.size() != n || p.dst.size() != n || p.src.size() != n ||
-      p.bytes.size() != n || p.flags.size() != n || p.in_degree.size() != n) {
+      p.bytes.size() != n || p.flags.size() != n || p.direction.size() != n || p.in_degree.size() != n) {
     return "program: arrays differ in length";
   }
   if (p.successor_begin.size() != n + 1 || p.successor_begin.front() != 0 ||
@@ -42,7 +34,7 @@ std::string check_lengths(const Program& p) {
 }
 
 std::string check_vertex(const Program& p, std::int32_t v, int devices) {
-  if (p.kind[v] > Kind::kReload) return at_vertex(p, v, "no such kind");
+  if (p.kind[v] > Kind::kCopy || p.direction[v] > Direction::kPeer) return at_vertex(p, v, "no such kind");
   if (p.device[v] < 0 || p.device[v] >= devices) {
     return at_vertex(p, v, "device " + std::to_string(p.device[v]) + " of " + std::to_string(devices));
   }
@@ -54,13 +46,9 @@ std::string check_vertex(const Program& p, std::int32_t v, int devices) {
   }
   if (p.late(v) && p.kind[v] != Kind::kInput) return at_vertex(p, v, "only inputs can be late");
   if (p.late(v) && p.bytes[v] > 0) return at_vertex(p, v, "a late input cannot be loaded from the host");
-  if (p.changes(v) && p.kind[v] != Kind::kKernel && p.kind[v] != Kind::kOffload) {
-    return at_vertex(p, v, "only kernels and offloads change states");
+  if (p.changes(v) && p.kind[v] != Kind::kKernel && !p.goes(v, Direction::kDeviceToHost)) {
+    return at_vertex(p, v, "only kernels and copies to the host change states");
   }
-  if ((p.to_host(v) || p.from_host(v)) && p.kind[v] != Kind::kTransfer) {
-    return at_vertex(p, v, "only transfers are told to go to the host or to come from it");
-  }
-  if (p.to_host(v) && p.from_host(v)) return at_vertex(p, v, "a transfer to the host and from it");
   return {};
 }
 
@@ -141,10 +129,11 @@ std::string Program::validate_memory(const Memory& memory) const {
   if (std::string message = memory.check_states(); !message.empty()) return message;
   const Ranges clean(memory.clean);
   const Ranges homes(memory.states, Ranges::Adjacent::kApart);
-  std::vector<Range> host_sources = memory.clean;
-  host_sources.push_back(memory.host);
-  const Ranges from_host(std::move(host_sources));
-  const Ranges host(std::vector<Range>{memory.host});
+  std::vector<Range> hosts = memory.arenas;
+  hosts.push_back(memory.host);
+  const Ranges to_host(hosts);
+  hosts.insert(hosts.end(), memory.clean.begin(), memory.clean.end());
+  const Ranges from_host(std::move(hosts));
   const Ranges everywhere(memory.arenas);
   std::vector<Ranges> arenas;
   for (const Range& arena : memory.arenas) arenas.emplace_back(std::vector<Range>{arena});
@@ -157,15 +146,15 @@ std::string Program::validate_memory(const Memory& memory) const {
     const Ranges* target = &arena;
     const Ranges* source = &everywhere;
     if (kind[v] == Kind::kInput) source = &clean;
-    if (kind[v] == Kind::kReload) source = &from_host;
-    if (kind[v] == Kind::kTransfer && (flags[v] & kFromHost) == 0) target = &everywhere;
-    if (kind[v] == Kind::kOffload) {
-      target = &host;
+    if (goes(v, Direction::kHostToDevice)) source = &from_host;
+    if (goes(v, Direction::kPeer)) target = &everywhere;
+    if (goes(v, Direction::kDeviceToHost)) {
+      target = &to_host;
       source = &arena;
     }
-    const bool reads_home =
-        (kind[v] == Kind::kInput || kind[v] == Kind::kReload) && homes.hold(src[v], bytes[v]);
-    const bool writes_home = kind[v] == Kind::kOffload && changes(v) && homes.hold(dst[v], bytes[v]);
+    const bool from_home = kind[v] == Kind::kInput || goes(v, Direction::kHostToDevice);
+    const bool reads_home = from_home && homes.hold(src[v], bytes[v]);
+    const bool writes_home = goes(v, Direction::kDeviceToHost) && changes(v) && homes.hold(dst[v], bytes[v]);
     if (!writes_home && !target->hold(dst[v], bytes[v])) {
       return at_vertex(*this, v, "writes " + range_of(dst[v], bytes[v]) + ", outside the memory of this run");
     }
@@ -201,6 +190,7 @@ void ProgramBuilder::reserve(std::size_t vertices, std::size_t edges) {
   program_.src.reserve(vertices);
   program_.bytes.reserve(vertices);
   program_.flags.reserve(vertices);
+  program_.direction.reserve(vertices);
   edges_.reserve(edges);
 }
 
@@ -212,6 +202,7 @@ std::int32_t ProgramBuilder::add(const VertexDesc& vertex) {
   program_.src.push_back(vertex.src);
   program_.bytes.push_back(vertex.bytes);
   program_.flags.push_back(vertex.flags);
+  program_.direction.push_back(vertex.direction);
   return program_.size() - 1;
 }
 

@@ -11,29 +11,30 @@
 namespace disco {
 
 // What a vertex does when it runs. The values are those of VertexKind in disco_accel/graph/taskgraph.py.
-enum class Kind : std::uint8_t { kInput = 0, kKernel = 1, kTransfer = 2, kOffload = 3, kReload = 4 };
+enum class Kind : std::uint8_t { kInput = 0, kKernel = 1, kCopy = 2 };
+
+// The lane of a copy, by the pair of spaces that it goes between. A device whose arena lies in host memory
+// counts as the host.
+enum class Direction : std::uint8_t { kHostToDevice = 0, kDeviceToHost = 1, kPeer = 2 };
 
 // Bits of Program::flags.
 enum Flag : std::uint8_t {
   kLate = 1,     // input that arrives during the step, at Engine::deliver()
   kOut = 2,      // Engine::wait_out() returns when all of these have finished
-  kChanges = 4,  // kernel or offload that changes a state: counted in StepCounters::changes
-  // A transfer to, or from, a device whose arena lies in host memory: it takes the lane of its other device
-  // towards the host, or away from it.
-  kToHost = 8,
-  kFromHost = 16,
+  kChanges = 4,  // kernel or copy to the host that changes a state: counted in StepCounters::changes
 };
 
 // One vertex as handed to ProgramBuilder::add; fields that a kind does not use keep their defaults.
 struct VertexDesc {
   Kind kind = Kind::kKernel;
-  std::int32_t device = 0;    // index into the engine's devices; a copy runs on a lane of this device,
-                              // which for a transfer is the device read from, or written to if kFromHost
+  std::int32_t device = 0;    // index into the engine's devices; a copy runs on a lane of this device: the
+                              // one that it writes to from the host, else the one that it reads
   std::int32_t op = -1;       // kernel: index handed to OpRunner::run
   void* dst = nullptr;        // copy: first byte written. Input: see Program
   const void* src = nullptr;  // copy: first byte read
   std::int64_t bytes = 0;     // copy: length
   std::uint8_t flags = 0;     // Flag bits
+  Direction direction = Direction::kHostToDevice;  // copy
 };
 
 // A stretch of memory.
@@ -60,10 +61,10 @@ class Ranges {
 // All memory that a run registers, and so all that its copies may touch.
 struct Memory {
   std::vector<Range> arenas;  // of each device
-  Range host;                 // offloads are written there and reloads read there
-  std::vector<Range> clean;   // on the host: reloads and residents are read there, nothing is written
-  // On the host, the home of each value that lives over steps and changes: reloads and residents are read
-  // there, offloads that change a state are written there, each within one home.
+  Range host;                 // copies to the host write there, copies from it read there
+  std::vector<Range> clean;   // on the host: copies and residents are read there, nothing is written
+  // On the host, the home of each value that lives over steps and changes: copies and residents are read
+  // there, copies that change a state are written there, each within one home.
   std::vector<Range> states;
 
   // Empty if no home shares a byte with any other range, else one line.
@@ -84,6 +85,7 @@ struct Program {
   std::vector<const void*> src;
   std::vector<std::int64_t> bytes;
   std::vector<std::uint8_t> flags;
+  std::vector<Direction> direction;
   // Edges in compressed rows: the successors of v are successors[successor_begin[v] .. successor_begin[v +
   // 1]).
   std::vector<std::int32_t> successor_begin;
@@ -93,10 +95,9 @@ struct Program {
   std::int32_t size() const { return static_cast<std::int32_t>(kind.size()); }
   bool late(std::int32_t v) const { return (flags[v] & kLate) != 0; }
   bool out(std::int32_t v) const { return (flags[v] & kOut) != 0; }
-  bool copies(std::int32_t v) const { return kind[v] >= Kind::kTransfer; }
+  bool copies(std::int32_t v) const { return kind[v] == Kind::kCopy; }
   bool changes(std::int32_t v) const { return (flags[v] & kChanges) != 0; }
-  bool to_host(std::int32_t v) const { return (flags[v] & kToHost) != 0; }
-  bool from_host(std::int32_t v) const { return (flags[v] & kFromHost) != 0; }
+  bool goes(std::int32_t v, Direction way) const { return copies(v) && direction[v] == way; }
   std::span<const std::int32_t> successors_of(std::int32_t v) const {
     return {successors.data() + successor_begin[v], successors.data() + successor_begin[v + 1]};
   }
@@ -104,15 +105,14 @@ struct Program {
   // Empty if the program can be run on `devices` devices, else one line that names the first vertex at fault.
   // Checks: array lengths; every edge inside range, forward in serial order (hence acyclic) and not into an
   // input; devices in range; kernels have op >= 0; copies have pointers if bytes > 0; only inputs are late
-  // and none of them is resident; only kernels and offloads change states; only transfers go to the host or
-  // come from it, and none both; no out vertex waits, however indirectly, for a late one (wait_out would
-  // never return).
+  // and none of them is resident; only kernels and copies to the host change states; no out vertex waits,
+  // however indirectly, for a late one (wait_out would never return).
   std::string validate(int devices) const;
-  // The same for memory: every byte that a copy or a resident reads or writes lies where its kind may. A
-  // reload reads the host's arena, clean memory or a home and writes its device's arena, a resident reads
-  // clean memory or a home, an offload goes from its device's arena to the host's or, if it changes a state,
-  // to a home, a transfer from an arena to an arena, which is its device's if it comes from the host. No home
-  // shares memory with anything else.
+  // The same for memory: every byte that a copy or a resident reads or writes lies where it may. A copy from
+  // the host reads the host's arena, clean memory, a home or an arena and writes its device's arena; one to
+  // the host goes from its device's arena to the host's, to an arena or, if it changes a state, to a home;
+  // one between devices from an arena to an arena. A resident reads clean memory or a home. No home shares
+  // memory with anything else.
   std::string validate_memory(const Memory& memory) const;
 };
 

@@ -5,19 +5,6 @@ namespace {
 
 constexpr int kLanes = 3;
 
-int lane_of(const Program& program, std::int32_t v) {
-  switch (program.kind[v]) {
-    case Kind::kOffload:
-      return static_cast<int>(Direction::kDeviceToHost);
-    case Kind::kTransfer:
-      if (program.to_host(v)) return static_cast<int>(Direction::kDeviceToHost);
-      if (program.from_host(v)) return static_cast<int>(Direction::kHostToDevice);
-      return static_cast<int>(Direction::kPeer);
-    default:
-      return static_cast<int>(Direction::kHostToDevice);
-  }
-}
-
 // Vertices that some out vertex waits for, itself included. Closed under predecessors.
 std::vector<bool> out_ancestors(const Program& program) {
   std::vector<bool> needed(program.size(), false);
@@ -81,7 +68,7 @@ void Schedule::make_resources(const Program& program, const std::vector<std::uni
   resource_of.assign(program.size(), -1);
   for (std::int32_t v = 0; v < program.size(); ++v) {
     if (program.kind[v] == Kind::kInput) continue;
-    const int offset = program.kind[v] == Kind::kKernel ? 0 : 1 + lane_of(program, v);
+    const int offset = program.kind[v] == Kind::kKernel ? 0 : 1 + static_cast<int>(program.direction[v]);
     resource_of[v] = static_cast<std::int16_t>(first_resource[program.device[v]] + offset);
   }
 }

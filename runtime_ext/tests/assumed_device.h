@@ -96,7 +96,8 @@ inline Program ladders(int devices, int kernels) {
     if (k % 100 != 49) continue;
     for (std::size_t d = 0; d < made.size(); ++d) {
       const std::size_t from = (d + 1) % made.size();
-      block[d] = builder.add({Kind::kTransfer, static_cast<int>(from), -1, memory + 1, memory, 1, 0});
+      block[d] =
+          builder.add({Kind::kCopy, static_cast<int>(from), -1, memory + 1, memory, 1, 0, Direction::kPeer});
       builder.edge(made[from].back(), block[d]);
     }
   }

@@ -103,7 +103,8 @@ disco::Program ring(int devices, int kernels, std::vector<char>& memory, std::in
     const std::vector<std::int32_t> sources = last;
     for (int d = 0; d < devices; ++d) {
       char* block = memory.data() + 2 * d * bytes;
-      const std::int32_t v = builder.add({disco::Kind::kTransfer, d, -1, block + bytes, block, bytes, 0});
+      const std::int32_t v =
+          builder.add({disco::Kind::kCopy, d, -1, block + bytes, block, bytes, 0, disco::Direction::kPeer});
       builder.edge(sources[d], v);
       disco::VertexDesc join;
       join.device = (d + 1) % devices;

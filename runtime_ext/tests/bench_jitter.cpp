@@ -34,7 +34,7 @@ struct Plan {
   }
 };
 
-// "devices vertices edges", a line "kind device microseconds" for each vertex, a line "from to" for each
+// "devices vertices edges", a line "kind lane device microseconds" for each vertex, a line "from to" for each
 // edge.
 bool read(const std::string& path, Plan& plan) {
   std::ifstream file(path);
@@ -43,10 +43,12 @@ bool read(const std::string& path, Plan& plan) {
   if (!(file >> plan.devices >> vertices >> edges)) return false;
   for (std::size_t v = 0; v < vertices; ++v) {
     int kind = 0;
+    int lane = 0;
     double us = 0;
     disco::VertexDesc vertex;
-    if (!(file >> kind >> vertex.device >> us)) return false;
+    if (!(file >> kind >> lane >> vertex.device >> us)) return false;
     vertex.kind = static_cast<disco::Kind>(kind);
+    if (lane >= 0) vertex.direction = static_cast<disco::Direction>(lane);
     if (vertex.kind == disco::Kind::kKernel) {
       vertex.op = static_cast<std::int32_t>(plan.kernel_ns.size());
       plan.kernel_ns.push_back(static_cast<std::int64_t>(us * 1e3));

@@ -59,8 +59,8 @@ disco::Program pass(const Case& c, Buffers& buffers) {
   std::int32_t before = -1;
   for (int layer = 0; layer < c.layers; ++layer) {
     char* slot = buffers.arena[layer % c.slots].data();
-    const std::int32_t reload =
-        builder.add({disco::Kind::kReload, 0, -1, slot, buffers.host.data(), bytes, 0});
+    const std::int32_t reload = builder.add(
+        {disco::Kind::kCopy, 0, -1, slot, buffers.host.data(), bytes, 0, disco::Direction::kHostToDevice});
     if (layer >= c.slots) builder.edge(last[layer - c.slots], reload);
     for (int k = 0; k < c.kernels; ++k) {
       disco::VertexDesc kernel;
@@ -73,8 +73,9 @@ disco::Program pass(const Case& c, Buffers& buffers) {
     last.push_back(before);
     if (c.offloads > 0) {
       const auto back = static_cast<std::int64_t>(static_cast<double>(bytes) * c.offloads);
-      const std::int32_t v = builder.add(
-          {disco::Kind::kOffload, 0, -1, buffers.host.data(), slot, std::max<std::int64_t>(1, back), 0});
+      const std::int32_t v =
+          builder.add({disco::Kind::kCopy, 0, -1, buffers.host.data(), slot, std::max<std::int64_t>(1, back),
+                       0, disco::Direction::kDeviceToHost});
       builder.edge(before, v);
       last.back() = v;
     }
@@ -119,7 +120,7 @@ void add_lateness(const Case& c, const disco::Engine& engine, Lateness& late) {
   for (const disco::TraceEvent& event : engine.events()) of[event.vertex] = event;
   double link_free = 0;
   for (std::int32_t v = 0; v < program.size(); ++v) {
-    if (program.kind[v] != disco::Kind::kReload) continue;
+    if (!program.goes(v, disco::Direction::kHostToDevice)) continue;
     const double start = std::max(link_free, static_cast<double>(of[v].issue));
     link_free = start + c.latency * 1e9 + static_cast<double>(program.bytes[v]) / c.bandwidth * 1e9;
     late.copies_us.push_back((static_cast<double>(of[v].end) - link_free) * 1e-3);

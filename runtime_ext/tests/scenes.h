@@ -119,13 +119,10 @@ class SceneMaker {
     if (chance(options_.reuse)) write_over(v, copy);
     vertex.dst = scene_->blocks[scene_->block[v]].data();
     if (copy) {
-      constexpr Kind kCopies[] = {Kind::kOffload, Kind::kReload, Kind::kTransfer};
-      vertex.kind = kCopies[random_.below(3)];
-      if (vertex.kind != Kind::kReload) vertex.device = scene_->vertices[source].device;
-      if (vertex.kind == Kind::kTransfer) {
-        constexpr Flag kTowards[] = {kToHost, kFromHost};
-        if (const std::uint64_t lane = random_.below(3); lane < 2) vertex.flags |= kTowards[lane];
-      }
+      vertex.kind = Kind::kCopy;
+      vertex.direction = static_cast<Direction>(random_.below(3));
+      const bool loads = vertex.direction == Direction::kHostToDevice && random_.below(2) == 0;
+      if (!loads) vertex.device = scene_->vertices[source].device;
       vertex.src = scene_->blocks[scene_->block[source]].data();
       vertex.bytes = bytes();
       scene_->origin[v] = scene_->origin[source];

@@ -302,7 +302,7 @@ TEST(CudaDevice, AnEventOfACopyInPiecesHoldsAllOfThem) {
   EXPECT_EQ(whole.step(0), Status::kDone);
   std::size_t vertices = 0;
   for (const VertexDesc& vertex : whole.scene->vertices) {
-    vertices += vertex.kind >= Kind::kTransfer || (vertex.kind == Kind::kInput && vertex.bytes > 0);
+    vertices += vertex.kind == Kind::kCopy || (vertex.kind == Kind::kInput && vertex.bytes > 0);
   }
   EXPECT_EQ(whole.cudart.copy_kinds.size(), vertices);
 }

@@ -154,7 +154,7 @@ TEST(Devices, TransfersBothWaysOverlapEachOtherAndCompute) {
     kernel.device = d;
     builder.add(kernel);
     const auto bytes = static_cast<std::int64_t>(arena[0].size());
-    builder.add({Kind::kTransfer, d, -1, arena[2 + d].data(), arena[d].data(), bytes, 0});
+    builder.add({Kind::kCopy, d, -1, arena[2 + d].data(), arena[d].data(), bytes, 0, Direction::kPeer});
   }
   Meeting meeting(4);
   std::atomic<int> alone{0};
@@ -176,11 +176,10 @@ TEST(Devices, TransfersBothWaysOverlapEachOtherAndCompute) {
 // kernels on both devices with them.
 TEST(Devices, TransfersToTheHostAndFromItTakeTheLanesOfTheOtherDevice) {
   std::vector<std::vector<char>> block(6, std::vector<char>(1000));
-  const std::uint8_t flags[] = {kToHost, kFromHost, 0};
   constexpr Direction kLanes[] = {Direction::kDeviceToHost, Direction::kHostToDevice, Direction::kPeer};
   ProgramBuilder builder;
   for (std::size_t i = 0; i < 3; ++i) {
-    builder.add({Kind::kTransfer, 0, -1, block[i].data(), block[3 + i].data(), 1000, flags[i]});
+    builder.add({Kind::kCopy, 0, -1, block[i].data(), block[3 + i].data(), 1000, 0, kLanes[i]});
   }
   builder.add({Kind::kKernel, 0, 0, nullptr, nullptr, 0, 0});
   builder.add({Kind::kKernel, 1, 1, nullptr, nullptr, 0, kChanges});
@@ -193,7 +192,9 @@ TEST(Devices, TransfersToTheHostAndFromItTakeTheLanesOfTheOtherDevice) {
   engine.begin();
   ASSERT_EQ(engine.wait_end(kPatience), Status::kDone) << engine.last_error().message;
   EXPECT_EQ(alone, 0);
-  EXPECT_EQ(engine.counters().transfer_bytes, 3000);
+  EXPECT_EQ(engine.counters().offload_bytes, 1000);
+  EXPECT_EQ(engine.counters().reload_bytes, 1000);
+  EXPECT_EQ(engine.counters().transfer_bytes, 1000);
   EXPECT_EQ(engine.counters().changes, 1);
   for (const TraceEvent& event : engine.events()) {
     const int lane = event.vertex < 3 ? 1 + static_cast<int>(kLanes[event.vertex]) : 0;
@@ -274,7 +275,7 @@ TEST(Devices, APipelineOverDevicesOverlaps) {
       const std::int32_t v = builder.add(kernel);
       if (before >= 0) builder.edge(before, v);
       std::uint64_t* word = &words[static_cast<std::size_t>(2 * kernel.op)];
-      before = builder.add({Kind::kTransfer, d, -1, word + 1, word, 8, 0});
+      before = builder.add({Kind::kCopy, d, -1, word + 1, word, 8, 0, Direction::kPeer});
       builder.edge(v, before);
     }
   }

@@ -261,8 +261,8 @@ TEST(Engine, CopiesAreLaunchedWhileAnOpRunsInline) {
   // are done.
   std::uint64_t words[3] = {1, 2, 3};
   Scene scene = independent(4);
-  scene.vertices[1] = {Kind::kOffload, 0, -1, &words[1], &words[0], 8, 0};
-  scene.vertices[2] = {Kind::kReload, 0, -1, &words[2], &words[1], 8, 0};
+  scene.vertices[1] = {Kind::kCopy, 0, -1, &words[1], &words[0], 8, 0, Direction::kDeviceToHost};
+  scene.vertices[2] = {Kind::kCopy, 0, -1, &words[2], &words[1], 8, 0, Direction::kHostToDevice};
   scene.edges = {{0, 1}, {1, 2}, {0, 3}};
   auto devices = host(1, 1e6);
   Device& device = *devices[0];

@@ -192,7 +192,8 @@ TEST(Faults, AVertexThatNeverCompletesIsAStallThatNamesWhoWaits) {
       vertex.op = v;
       scene.vertices.push_back(vertex);
     }
-    scene.vertices[1] = {Kind::kOffload, 0, -1, scene.blocks[1].data(), scene.blocks[0].data(), 8, 0};
+    scene.vertices[1] = {
+        Kind::kCopy, 0, -1, scene.blocks[1].data(), scene.blocks[0].data(), 8, 0, Direction::kDeviceToHost};
     scene.edges = {{0, 1}, {1, 2}};
     Checker checker(scene);
     auto device = std::make_unique<PolledDevice>(1, 3);

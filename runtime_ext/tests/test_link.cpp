@@ -32,7 +32,7 @@ struct Stream {
     options.link_bandwidth = kBandwidth;
     ProgramBuilder builder;
     for (int i = 0; i < copies; ++i) {
-      builder.add({Kind::kReload, 0, -1, target.data(), source.data(), kBytes, 0});
+      builder.add({Kind::kCopy, 0, -1, target.data(), source.data(), kBytes, 0, Direction::kHostToDevice});
       VertexDesc kernel;
       kernel.op = i;
       builder.add(kernel);
@@ -179,7 +179,7 @@ TEST(Link, ACopyThatNeverCompletesIsAStall) {
     for (int v = 0; v < 5; ++v) {
       VertexDesc vertex;
       vertex.op = v;
-      if (v == 1) vertex = {Kind::kReload, 0, -1, &words[1], &words[0], 8, 0};
+      if (v == 1) vertex = {Kind::kCopy, 0, -1, &words[1], &words[0], 8, 0, Direction::kHostToDevice};
       builder.add(vertex);
       if (v > 0 && v < 4) builder.edge(v - 1, v);
     }

@@ -32,8 +32,9 @@ struct Urgent {
     VertexDesc kernel;
     kernel.op = 0;
     builder.add(kernel);
-    builder.add({Kind::kReload, 0, -1, target.data(), source.data(), 1000, 0});
-    builder.add({Kind::kReload, 0, -1, target.data() + 1000, source.data() + 1000, 1000, 0});
+    builder.add({Kind::kCopy, 0, -1, target.data(), source.data(), 1000, 0, Direction::kHostToDevice});
+    builder.add(
+        {Kind::kCopy, 0, -1, target.data() + 1000, source.data() + 1000, 1000, 0, Direction::kHostToDevice});
     kernel.op = 1;
     builder.add(kernel);
     builder.edge(0, 1);
@@ -157,7 +158,7 @@ TEST(Pieces, TheLatencyAndTheJitterAreACopysOwn) {
 TEST(Pieces, AnEventBeginsWithTheFirstPieceAndEndsWithTheLast) {
   ProgramBuilder builder;
   std::vector<char> source(30'000, 'x'), target(30'000);
-  builder.add({Kind::kReload, 0, -1, target.data(), source.data(), 30'000, 0});
+  builder.add({Kind::kCopy, 0, -1, target.data(), source.data(), 30'000, 0, Direction::kHostToDevice});
   HostDeviceOptions host;
   host.link_bandwidth = 3e6;  // 10 ms, in ten pieces
   NoOps ops;
@@ -178,7 +179,7 @@ TEST(Pieces, AnEventBeginsWithTheFirstPieceAndEndsWithTheLast) {
 TEST(Pieces, ACopyThatIsCutShortHasNotRun) {
   std::vector<char> source(3000, 'x'), target(3000, ' ');
   ProgramBuilder builder;
-  builder.add({Kind::kOffload, 0, -1, target.data(), source.data(), 3000, kChanges});
+  builder.add({Kind::kCopy, 0, -1, target.data(), source.data(), 3000, kChanges, Direction::kDeviceToHost});
   std::atomic<int> begun{0};
   std::atomic<bool> blocked{true};
   HostDeviceOptions host;
@@ -218,7 +219,7 @@ TEST(Pieces, AStallBetweenTwoPiecesNamesTheCopy) {
   options.stall_timeout = 0.05;
   std::vector<char> source(1000, 'x'), target(1000);
   ProgramBuilder builder;
-  builder.add({Kind::kReload, 0, -1, target.data(), source.data(), 1000, 0});
+  builder.add({Kind::kCopy, 0, -1, target.data(), source.data(), 1000, 0, Direction::kHostToDevice});
   auto device = std::make_unique<PolledDevice>(1, 3);
   device->hang_at = 0;
   Engine engine(std::move(builder).build(), one(std::move(device)), ops, options);

@@ -59,16 +59,16 @@ TEST(Program, ValidateNamesTheVertexAtFault) {
   changing.flags = kChanges;
   EXPECT_NE(build({changing}, {}).validate(1).find("change states"), std::string::npos);
   VertexDesc copy;
-  copy.kind = Kind::kReload;
+  copy.kind = Kind::kCopy;
   copy.bytes = 8;
   EXPECT_NE(build({copy}, {}).validate(1).find("without addresses"), std::string::npos);
   copy.bytes = 0;
-  copy.flags = kToHost;
-  EXPECT_NE(build({copy}, {}).validate(1).find("only transfers"), std::string::npos);
-  copy.kind = Kind::kTransfer;
+  copy.flags = kChanges;
+  EXPECT_NE(build({copy}, {}).validate(1).find("change states"), std::string::npos);
+  copy.direction = Direction::kDeviceToHost;
   EXPECT_EQ(build({copy}, {}).validate(1), "");
-  copy.flags = kToHost | kFromHost;
-  EXPECT_NE(build({copy}, {}).validate(1).find("to the host and from it"), std::string::npos);
+  copy.direction = static_cast<Direction>(3);
+  EXPECT_NE(build({copy}, {}).validate(1).find("no such kind"), std::string::npos);
 }
 
 TEST(Program, ValidateChecksArraysMadeByHand) {
@@ -84,6 +84,10 @@ TEST(Program, ValidateChecksArraysMadeByHand) {
   EXPECT_NE(program.validate(1).find("differ in length"), std::string::npos);
 }
 
+constexpr Direction kLoad = Direction::kHostToDevice;
+constexpr Direction kBack = Direction::kDeviceToHost;
+constexpr Direction kBetween = Direction::kPeer;
+
 // Two arenas, host memory and a weight in one block, with room between them, to be named by offsets.
 struct Registered {
   std::vector<std::byte> block = std::vector<std::byte>(1024);
@@ -92,9 +96,16 @@ struct Registered {
                 {{block.data() + 768, 16}, {block.data() + 784, 16}},
                 {{block.data() + 800, 16}, {block.data() + 816, 16}}};
 
-  VertexDesc copy(Kind kind, std::int64_t dst, std::int64_t src, std::int64_t bytes, int device = 0) {
+  VertexDesc resident(std::int64_t dst, std::int64_t src, std::int64_t bytes) {
+    VertexDesc vertex = copy(kLoad, dst, src, bytes);
+    vertex.kind = Kind::kInput;
+    return vertex;
+  }
+  VertexDesc copy(Direction direction, std::int64_t dst, std::int64_t src, std::int64_t bytes,
+                  int device = 0) {
     VertexDesc vertex;
-    vertex.kind = kind;
+    vertex.kind = Kind::kCopy;
+    vertex.direction = direction;
     vertex.device = device;
     vertex.dst = at(dst);
     vertex.src = at(src);
@@ -102,7 +113,7 @@ struct Registered {
     return vertex;
   }
   VertexDesc change(std::int64_t dst, std::int64_t src, std::int64_t bytes) {
-    VertexDesc vertex = copy(Kind::kOffload, dst, src, bytes);
+    VertexDesc vertex = copy(kBack, dst, src, bytes);
     vertex.flags = kChanges;
     return vertex;
   }
@@ -115,37 +126,35 @@ struct Registered {
 
 TEST(Program, EveryCopyStaysInTheMemoryOfItsKind) {
   Registered at;
-  EXPECT_EQ(at.judge(at.copy(Kind::kInput, 112, 768, 16)), "");
-  EXPECT_EQ(at.judge(at.copy(Kind::kReload, 0, 512, 64)), "");
-  EXPECT_EQ(at.judge(at.copy(Kind::kReload, 96, 768, 32)), "");  // two weights, one behind the other
-  EXPECT_EQ(at.judge(at.copy(Kind::kOffload, 512, 64, 64)), "");
-  EXPECT_EQ(at.judge(at.copy(Kind::kTransfer, 256, 0, 128)), "");
-  VertexDesc from_host = at.copy(Kind::kTransfer, 0, 256, 128);
-  from_host.flags = kFromHost;
+  EXPECT_EQ(at.judge(at.resident(112, 768, 16)), "");
+  EXPECT_EQ(at.judge(at.copy(kLoad, 0, 512, 64)), "");
+  EXPECT_EQ(at.judge(at.copy(kLoad, 96, 768, 32)), "");  // two weights, one behind the other
+  EXPECT_EQ(at.judge(at.copy(kBack, 512, 64, 64)), "");
+  EXPECT_EQ(at.judge(at.copy(kBetween, 256, 0, 128)), "");
+  VertexDesc from_host = at.copy(kLoad, 0, 256, 128);
   EXPECT_EQ(at.judge(from_host), "");
   from_host.device = 1;  // whose lane brings it to that device
   EXPECT_NE(at.judge(from_host).find("writes"), std::string::npos);
-  EXPECT_EQ(at.judge(at.copy(Kind::kReload, -8, -8, 0)), "");
+  EXPECT_EQ(at.judge(at.copy(kLoad, -8, -8, 0)), "");
   const VertexDesc wrong[] = {
-      at.copy(Kind::kInput, 120, 768, 16),     // past the end of the arena
-      at.copy(Kind::kInput, -8, 768, 16),      // before it
-      at.copy(Kind::kInput, 256, 768, 16),     // another device's arena
-      at.copy(Kind::kInput, 0, 512, 16),       // residents come from clean memory
-      at.copy(Kind::kReload, 0, 792, 16),      // past the end of a weight
-      at.copy(Kind::kReload, 0, 640, 16),      // memory of nobody
-      at.copy(Kind::kReload, 768, 512, 16),    // onto a weight
-      at.copy(Kind::kOffload, 568, 0, 16),     // past the end of the host's arena
-      at.copy(Kind::kOffload, 768, 0, 16),     // onto a weight
-      at.copy(Kind::kOffload, 0, 16, 16),      // into an arena
-      at.copy(Kind::kOffload, 512, 256, 16),   // from another device's
-      at.copy(Kind::kTransfer, 256, 768, 16),  // from the host
-      at.copy(Kind::kTransfer, 512, 0, 16),    // to the host
-      at.copy(Kind::kTransfer, 256, 120, 16),  // past the end of its source
-      at.copy(Kind::kReload, 0, 512, 64, 2),   // no such device
-      at.copy(Kind::kOffload, 512, 0, std::numeric_limits<std::int64_t>::max()),
-      at.copy(Kind::kOffload, std::numeric_limits<std::int64_t>::max(), 0, 16),
-      at.copy(Kind::kOffload, std::numeric_limits<std::int64_t>::min(), 0, 16),
-      at.copy(Kind::kOffload, 512, 0, -16),
+      at.resident(120, 768, 16),        // past the end of the arena
+      at.resident(-8, 768, 16),         // before it
+      at.resident(256, 768, 16),        // another device's arena
+      at.resident(0, 512, 16),          // residents come from clean memory
+      at.copy(kLoad, 0, 792, 16),       // past the end of a weight
+      at.copy(kLoad, 0, 640, 16),       // memory of nobody
+      at.copy(kLoad, 768, 512, 16),     // onto a weight
+      at.copy(kBack, 568, 0, 16),       // past the end of the host's arena
+      at.copy(kBack, 768, 0, 16),       // onto a weight
+      at.copy(kBack, 512, 256, 16),     // from another device's
+      at.copy(kBetween, 256, 768, 16),  // from the host
+      at.copy(kBetween, 512, 0, 16),    // to the host
+      at.copy(kBetween, 256, 120, 16),  // past the end of its source
+      at.copy(kLoad, 0, 512, 64, 2),    // no such device
+      at.copy(kBack, 512, 0, std::numeric_limits<std::int64_t>::max()),
+      at.copy(kBack, std::numeric_limits<std::int64_t>::max(), 0, 16),
+      at.copy(kBack, std::numeric_limits<std::int64_t>::min(), 0, 16),
+      at.copy(kBack, 512, 0, -16),
   };
   for (const VertexDesc& vertex : wrong) EXPECT_NE(at.judge(vertex).find("vertex 0"), std::string::npos);
   EXPECT_NE(at.judge(wrong[0]).find("writes 16 bytes at"), std::string::npos);
@@ -154,26 +163,26 @@ TEST(Program, EveryCopyStaysInTheMemoryOfItsKind) {
 
 // Homes of states begin where the weights end, so that a copy which is a byte too long touches something
 // else.
-TEST(Program, OnlyOffloadsThatChangeStatesWriteHomes) {
+TEST(Program, OnlyCopiesThatChangeStatesWriteHomes) {
   Registered at;
   EXPECT_EQ(at.judge(at.change(800, 0, 16)), "");
   EXPECT_EQ(at.judge(at.change(816, 64, 16)), "");
   EXPECT_EQ(at.judge(at.change(512, 0, 64)), "");
-  EXPECT_EQ(at.judge(at.copy(Kind::kReload, 0, 816, 16)), "");
-  EXPECT_EQ(at.judge(at.copy(Kind::kInput, 0, 800, 16)), "");
+  EXPECT_EQ(at.judge(at.copy(kLoad, 0, 816, 16)), "");
+  EXPECT_EQ(at.judge(at.resident(0, 800, 16)), "");
   const VertexDesc wrong[] = {
-      at.copy(Kind::kOffload, 800, 0, 16),   // not known as a change
-      at.change(784, 0, 16),                 // onto a weight
-      at.change(792, 0, 16),                 // from a weight into a home
-      at.change(808, 0, 16),                 // from a home into the next
-      at.change(824, 0, 16),                 // past the end of a home
-      at.change(800, 256, 16),               // from another device's arena
-      at.copy(Kind::kReload, 800, 512, 16),  // a reload onto a home
-      at.copy(Kind::kReload, 0, 808, 16),    // of two homes
-      at.copy(Kind::kInput, 0, 824, 16),     // past the end of a home
-      at.copy(Kind::kReload, 0, 784, 32),    // of a weight and a home
-      at.copy(Kind::kTransfer, 800, 0, 16),  // a transfer to a home
-      at.copy(Kind::kTransfer, 0, 800, 16),  // and from one
+      at.copy(kBack, 800, 0, 16),     // not known as a change
+      at.change(784, 0, 16),          // onto a weight
+      at.change(792, 0, 16),          // from a weight into a home
+      at.change(808, 0, 16),          // from a home into the next
+      at.change(824, 0, 16),          // past the end of a home
+      at.change(800, 256, 16),        // from another device's arena
+      at.copy(kLoad, 800, 512, 16),   // a reload onto a home
+      at.copy(kLoad, 0, 808, 16),     // of two homes
+      at.resident(0, 824, 16),        // past the end of a home
+      at.copy(kLoad, 0, 784, 32),     // of a weight and a home
+      at.copy(kBetween, 800, 0, 16),  // a transfer to a home
+      at.copy(kBetween, 0, 800, 16),  // and from one
   };
   for (const VertexDesc& vertex : wrong) EXPECT_NE(at.judge(vertex).find("vertex 0"), std::string::npos);
 }

@@ -165,8 +165,8 @@ TEST(Threads, TheEndsOfACopyThatMayBeRunningAreNotChanged) {
   scene.vertices.resize(3);
   scene.vertices[0].kind = Kind::kInput;
   scene.vertices[0].flags = kLate;
-  scene.vertices[1] = {Kind::kReload, 0, -1, &arena[0], &values[0], 8, kOut};
-  scene.vertices[2] = {Kind::kReload, 0, -1, &arena[1], &values[0], 8, 0};
+  scene.vertices[1] = {Kind::kCopy, 0, -1, &arena[0], &values[0], 8, kOut, Direction::kHostToDevice};
+  scene.vertices[2] = {Kind::kCopy, 0, -1, &arena[1], &values[0], 8, 0, Direction::kHostToDevice};
   scene.edges = {{0, 2}};
   Checker checker(scene);
   std::atomic<bool> go{false};

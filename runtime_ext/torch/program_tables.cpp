@@ -53,8 +53,9 @@ Program read_program(const at::Tensor& vertices, const at::Tensor& edges) {
   const auto* row = vertices.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < vertices.size(0); ++i, row += kVertexColumns) {
     builder.add({narrow<Kind, std::uint8_t>(row[0], "kind"), narrow<std::int32_t>(row[1], "device"),
-                 narrow<std::int32_t>(row[2], "op"), reinterpret_cast<void*>(row[3]),
-                 reinterpret_cast<const void*>(row[4]), row[5], narrow<std::uint8_t>(row[6], "flags")});
+                 narrow<std::int32_t>(row[3], "op"), reinterpret_cast<void*>(row[4]),
+                 reinterpret_cast<const void*>(row[5]), row[6], narrow<std::uint8_t>(row[7], "flags"),
+                 row[2] < 0 ? Direction::kHostToDevice : narrow<Direction, std::uint8_t>(row[2], "lane")});
   }
   const auto* edge = edges.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < edges.size(0); ++i, edge += kEdgeColumns) {
@@ -68,7 +69,7 @@ std::vector<Copied> read_copied(const at::Tensor& copied, const Program& program
   std::vector<Copied> rows;
   const auto* row = copied.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < copied.size(0); ++i, row += kCopiedColumns) {
-    if (row[1] < 0 || row[1] >= program.size() || program.kind[row[1]] != Kind::kTransfer ||
+    if (row[1] < 0 || row[1] >= program.size() || program.kind[row[1]] != Kind::kCopy ||
         static_cast<std::size_t>(program.bytes[row[1]]) > table.external_bytes(row[0])) {
       throw std::invalid_argument("vertex " + std::to_string(row[1]) +
                                   " is no transfer within external storage " + std::to_string(row[0]));

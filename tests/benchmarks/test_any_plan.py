@@ -8,7 +8,10 @@ from benchmarks.common.any_plan import any_plan_of, kernel_seconds
 from benchmarks.common.subjects import Pair, Shape
 from benchmarks.engine.suite import any_plan_seconds
 from disco_accel import DiscoConfig
+from disco_accel.graph.copies import swaps_in
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.plan.summary import swapped_bytes
 from disco_accel.simulate.simulator import Link, Machine
 
 
@@ -28,16 +31,18 @@ def test_every_kernel_of_a_step_is_measured(pair: Pair) -> None:
 
 
 def test_slow_kernels_rule_the_bound_and_fast_ones_leave_it_to_the_link(pair: Pair) -> None:
-    link = Machine(h2d=Link(1e8, 0.0), d2h=Link(1e8, 0.0))
+    link = Machine(links={TO_DEVICE: Link(1e8, 0.0), TO_HOST: Link(1e8, 0.0)})
     kernels = [v.id for v in pair.step.graph.vertices if v.kind is VertexKind.KERNEL]
     assert any_plan_of(pair.step, dict.fromkeys(kernels, 1.0), link) == pytest.approx(len(kernels))
     least = any_plan_of(pair.step, dict.fromkeys(kernels, 0.0), link)
-    assert 0 < least <= pair.step.copy_bytes(VertexKind.RELOAD) / 1e8
-    assert any_plan_of(pair.step, dict.fromkeys(kernels, 0.0), Machine(h2d=Link(5e7, 0.0))) == pytest.approx(2 * least)
+    assert 0 < least <= swapped_bytes(pair.step.plan, swaps_in) / 1e8
+    assert any_plan_of(
+        pair.step, dict.fromkeys(kernels, 0.0), Machine(links={TO_DEVICE: Link(5e7, 0.0)})
+    ) == pytest.approx(2 * least)
 
 
 def test_kernels_as_recorded_give_the_bound_of_the_other_benchmarks(pair: Pair) -> None:
     recorded = {v.id: v.duration or 0.0 for v in pair.step.graph.vertices}
-    machine = Machine(h2d=Link(1e8, 0.0), d2h=Link(1e8, 0.0))
+    machine = Machine(links={TO_DEVICE: Link(1e8, 0.0), TO_HOST: Link(1e8, 0.0)})
     expected = any_plan_seconds(pair, 1e8, pair.step.compute_seconds)
     assert any_plan_of(pair.step, recorded, machine) == pytest.approx(expected)

@@ -18,7 +18,7 @@ from benchmarks.optimizer.study_schedule import study_schedule
 from benchmarks.optimizer.suite import HEADER, line, our_row, shared, study_rows, table
 from benchmarks.optimizer.trace import FROM_DEVICE, TO_DEVICE, copies_by_phase, held_bytes, link_rates, trace
 from benchmarks.report import pages as report
-from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.graph.copies import is_transfer
 from disco_accel.graph.values import lasting_versions
 from disco_accel.plan.update_estimate import estimated
 from tests.support.oracles.adversary import run_reference
@@ -44,10 +44,10 @@ def test_plans_with_places_chosen_are_right_and_faster_than_a_fixed_one(clip: bo
 @pytest.mark.parametrize("deferred", [False, True])
 def test_processors_take_the_gradients_alone_and_give_the_weights(clip: bool, deferred: bool) -> None:
     graph = builder(SMALL, Schedule("host", clip, deferred))(frozenset(range(len(pieces_of(SMALL, 3)))))
-    sent = sum(v.sizes[0] for v in graph.vertices if v.kind is VertexKind.TRANSFER)
+    sent = sum(v.sizes[0] for v in graph.vertices if is_transfer(v))
     assert sent == GRADIENT * SMALL.model.parameters + (4 if clip else 0)
     updates = list(kernels_named(graph, UPDATE))
-    assert all(update.device != 0 for update in updates)
+    assert all(update.space != 0 for update in updates)
     assert sum(update.duration or 0.0 for update in updates) == pytest.approx(
         SMALL.machine.host_seconds(SMALL.model.parameters)
     )

@@ -99,11 +99,11 @@ def test_a_mix_has_each_piece_in_its_place_and_its_plan_is_right(clip: bool) -> 
     assert not kinds[0] & kinds[1] and all(kind <= pieces for kind in kinds)
     graph = timed_graph(study, options)
     updates = list(kernels_named(graph, UPDATE))
-    assert len(updates) == len(pieces) and sum(update.device != 0 for update in updates) == 4
+    assert len(updates) == len(pieces) and sum(update.space != 0 for update in updates) == 4
     inputs = {v.id: v for v in graph.vertices if v.kind is VertexKind.INPUT}
     kept = [v for v in inputs.values() if v.op == "state" and v.traits.stays]
     assert len(kept) == 2 and all(len(lasting_versions(graph.vertices)[v.id, 0]) == 2 for v in kept)
-    assert sum(update.inputs[2][0] in inputs for update in updates if not update.device) == (
+    assert sum(update.inputs[2][0] in inputs for update in updates if not update.space) == (
         len(pieces) - 4 if clip else 1
     )
     plan = make_plan(graph, planner="timed", cyclic=True, machine=study.machine.pinned_links())

@@ -12,6 +12,7 @@ from benchmarks.optimizer.step_graph import UPDATE, StepOptions, kernels_named, 
 from benchmarks.optimizer.study import GRADIENT, STUDY, Model, Study
 from benchmarks.optimizer.study_schedule import Phases, deviations, simulated_phases, study_schedule
 from disco_accel.graph.check import check_taskgraph
+from disco_accel.graph.copies import swaps_out
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import lasting_versions
 
@@ -52,7 +53,7 @@ def test_phases_are_all_of_the_step_and_every_gradient_is_flushed_once() -> None
     parts = 2 * phases.forward + phases.backward + phases.flushing_backward + phases.update
     assert parts == pytest.approx(phases.step)
     assert sum(run.busy.values()) == pytest.approx(run.makespan), "one after the other: nothing overlaps"
-    flushed = sum(v.sizes[0] for v in plan.vertices if v.kind is VertexKind.OFFLOAD)
+    flushed = sum(v.sizes[0] for v in plan.vertices if swaps_out(v))
     assert flushed == GRADIENT * STUDY.model.parameters
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.planner.table import live_peak
 from disco_accel.cli.main import main
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN
 from disco_accel.plan.timed.search_settings import TimedSettings
 
@@ -23,7 +24,7 @@ def test_what_is_live_is_counted_where_most_is() -> None:
     first = Vertex(2, VertexKind.KERNEL, 0, "a", ((0, 0),), (512,))
     second = Vertex(3, VertexKind.KERNEL, 0, "b", ((2, 0), (1, 0)), (256,))
     third = Vertex(4, VertexKind.KERNEL, 0, "c", ((3, 0),), (256,), inplace=((0, 0),), keep=True)
-    assert live_peak(TaskGraph("chain", (Device(0, 1 << 20),), (*weights, first, second, third))) == (2048, 768)
+    assert live_peak(TaskGraph("chain", (Space(0, 1 << 20),), (*weights, first, second, third))) == (2048, 768)
 
 
 def test_an_arena_that_holds_everything_has_little_to_spare(tmp_path: Path) -> None:

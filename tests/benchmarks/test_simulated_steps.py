@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from benchmarks.simulated.lora import H200, Cell, Row, line, rows
+from disco_accel.graph.spaces import TO_DEVICE
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def test_no_step_is_faster_than_its_bounds(made: list[Row]) -> None:
 def test_what_fits_copies_nothing_and_what_does_not_takes_the_link_its_time(made: list[Row]) -> None:
     tight, roomy, _ = made
     assert roomy.reload == 0 and roomy.period == pytest.approx(roomy.resident)
-    assert tight.reload and tight.period and tight.period >= tight.reload / H200.machine.h2d.bandwidth
+    assert tight.reload and tight.period and tight.period >= tight.reload / H200.machine.link(TO_DEVICE).bandwidth
 
 
 def test_a_budget_that_is_too_small_names_the_one_that_would_do(made: list[Row]) -> None:

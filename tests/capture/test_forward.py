@@ -11,7 +11,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from disco_accel.capture.step import capture_forward
 from disco_accel.errors import CaptureError
-from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.values import arrives_at_gate, host_copy_exists, is_foreign
 from disco_accel.integrate.hf.planned_prefill import outside_arena, prefill_batch, traced_forward
 from disco_accel.integrate.hf.tracing import hf_contexts
@@ -91,4 +91,4 @@ def test_a_prompt_of_32768_tokens_at_seven_billion_shapes_needs_no_memory() -> N
     assert sum(v.sizes[0] for v in outside) == 5 * 2 * tokens * 32 * 128 * 2 > 2 * 2**30
     plan = make_plan(step.graph, memory=2 * 2**30, planner="build", cyclic=True)
     verify(step.graph, plan)
-    assert weights > 2 * 2**30 and any(v.kind is VertexKind.RELOAD for v in plan.vertices)
+    assert weights > 2 * 2**30 and any(swaps_in(v) for v in plan.vertices)

@@ -21,13 +21,16 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
 from disco_accel.cli.main import main as disco_accel
 from disco_accel.errors import Stalled, VerifyError
 from disco_accel.graph.files import read_memgraph, read_taskgraph, write_taskgraph
+from disco_accel.graph.spaces import HOST, Space, SpaceKind
+from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.simulate.machine_file import IGNORED
 from disco_accel.sizes import parse_size
 from tests.cli.mutate import mutate
@@ -70,9 +73,12 @@ def seeds(graphs: Path, folder: Path) -> list[Seed]:
     found = [Seed("machine", MACHINE), Seed("instance", INSTANCE)]
     found += [Seed("machine", (graphs / "intro.machine.json").read_bytes())]
     on_host = folder / "on_host.taskgraph.json"
-    write_taskgraph(host_update_graph(UpdateShape(layers=2), 4 << 20, at_head=True), on_host, version=2)
+    write_taskgraph(host_update_graph(UpdateShape(layers=2), 4 << 20, at_head=True), on_host)
+    on_disk = folder / "on_disk.taskgraph.json"
+    write_taskgraph(_on_disk(read_taskgraph(graphs / "chain8.taskgraph.json")), on_disk)
     files = [(graphs / f"{name}.taskgraph.json", name) for name in ("toy", "chain8", "intro_n10")]
-    for (task, name), memory in zip([*files, (on_host, "on_host")], ("1280", "8MiB", "2MiB", "4MiB"), strict=True):
+    files += [(on_host, "on_host"), (on_disk, "on_disk")]
+    for (task, name), memory in zip(files, ("1280", "8MiB", "2MiB", "4MiB", "8MiB"), strict=True):
         plan = folder / f"{name}.json"
         for options in ([], ["--cyclic"]):
             status, printed = run(["compile", str(task), "-o", str(plan), "--memory", memory, *options])
@@ -81,6 +87,13 @@ def seeds(graphs: Path, folder: Path) -> list[Seed]:
         found += [Seed("task", task.read_bytes())] * 2
     found += [Seed("plan", (graphs / "intro_n10.memgraph.json").read_bytes(), graphs / "intro_n10.taskgraph.json")]
     return found
+
+
+def _on_disk(graph: TaskGraph) -> TaskGraph:
+    """``graph`` with the homes of its values in storage."""
+    vertices = [replace(vertex, source=-2) if host_copy_exists(vertex) else vertex for vertex in graph.vertices]
+    storage = Space(-2, kind=SpaceKind.STORAGE)
+    return replace(graph, spaces=(*graph.spaces, storage), vertices=tuple(vertices))
 
 
 def run(arguments: Sequence[str]) -> tuple[int, str]:
@@ -129,12 +142,12 @@ def _unsafe(seed: Seed, file: Path) -> str:
     """What is wrong with a plan that verified: bytes outside the memory that was given, or a wrong value in a run."""
     assert seed.task is not None
     graph, plan = read_taskgraph(seed.task), read_memgraph(file)
-    given = {d.id: parse_size(seed.memory) if seed.memory and not d.host else d.memory for d in graph.devices}
-    outside = [ref for ref, slot in plan.slots.items() if not 0 <= slot.addr <= given[slot.device] - slot.size]
-    sizes = {vertex.id: sum(vertex.sizes) for vertex in plan.vertices}
-    beyond = [o for o, offset in plan.host_offsets.items() if not 0 <= offset <= plan.host_memory - sizes[o]]
-    if outside or beyond:
-        return f"a plan that verifies has {outside[:3]} outside its device and {beyond[:3]} outside the host's memory"
+    given = {d.id: parse_size(seed.memory) if seed.memory and not d.is_host_device else d.memory for d in graph.devices}
+    sizes = {(vertex.id, k): size for vertex in plan.vertices for k, size in enumerate(vertex.sizes)}
+    given[HOST] = plan.host.memory
+    outside = [ref for ref, slot in plan.slots.items() if not 0 <= slot.offset <= given[slot.space] - sizes[ref]]
+    if outside:
+        return f"a plan that verifies has {outside[:3]} outside their space"
     try:
         run_reference(graph, plan, len(plan.slots))
     except (VerifyError, Stalled) as error:

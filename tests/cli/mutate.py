@@ -41,6 +41,14 @@ SCALARS: tuple[Any, ...] = (
     "reload",
     "offload",
     "compute",
+    "kernel",
+    "copy",
+    "device",
+    "host",
+    "storage",
+    "steps",
+    "foreign",
+    "gate",
 )
 """What structure-level damage puts in place of a value."""
 
@@ -120,8 +128,10 @@ def _changed(value: Any, rng: random.Random) -> Any:
             container[key] = rng.choice(([], {}, [container[key]], {"id": container[key]}))
     elif isinstance(container, dict):
         name = rng.choice(("inplace", "may_inplace", "after", "late", "keep", "out", "clean", "external", "outputs"))
-        filled = ([0], [1], [{"size": 256}, {"size": 0}], True, 0, 1)
-        container[rng.choice((name, "addr", "host_offset", "duration", "cyclic"))] = copy.deepcopy(rng.choice(filled))
+        word = rng.choice(("source", "home", "begin", "lifetime", "access", "arrival", "stays", "renewed"))
+        filled = ([0], [1], [[0, 0]], [{"size": 256}, {"size": 0}], True, 0, 1, -1, "steps", "read", "start")
+        key = rng.choice((name, name, word, "addr", "offset", "duration", "cyclic"))
+        container[key] = copy.deepcopy(rng.choice(filled))
     return value
 
 

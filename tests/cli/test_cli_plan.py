@@ -125,8 +125,8 @@ def test_a_plan_of_a_gigabyte_does_not_fit_a_device_of_3072_bytes(
     chain, plan = str(GRAPHS.parents[2] / "docs" / "examples" / "chain.taskgraph.json"), tmp_path / "plan.json"
     assert main(["compile", chain, "-o", str(plan), "--memory", "3072", "--cyclic"]) == 0
     data = json.loads(plan.read_text())
-    moved = next(v for v in data["vertices"] if v["kind"] == "compute")
-    moved["addr"], data["devices"][0]["memory"] = (1 << 30) - 4096, 1 << 30
+    moved = next(v for v in data["vertices"] if v["kind"] == "kernel")
+    moved["offset"], data["spaces"][0]["memory"] = (1 << 30) - 4096, 1 << 30
     plan.write_text(json.dumps(data))
     capsys.readouterr()
     assert main(["verify", chain, str(plan), "--memory", "3072"]) == 1

@@ -199,7 +199,7 @@ def test_several_devices_are_planned_beside_each_other(tmp_path: Path, capsys: p
     assert main(["plan", recipe, "--memory", "4MiB", "--devices", "2", "--micro-batches", "4", "-o", folder]) == 0
     task, plan = read_taskgraph(f"{folder}/task.json"), read_memgraph(f"{folder}/plan.json")
     verify(task, plan)
-    assert len({v.device for v in plan.vertices if v.kind is VertexKind.KERNEL}) == 2
+    assert len({v.space for v in plan.vertices if v.kind is VertexKind.KERNEL}) == 2
     assert main(["plan", recipe, "--memory", "4MiB", "--devices", "3", "--parallel", "batch"]) == 2
     assert "8 rows are not a multiple of 3" in capsys.readouterr().err
     assert main(["plan", recipe, "--devices", "2", "--parallel", "all", "-o", folder]) == 2

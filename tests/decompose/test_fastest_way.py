@@ -12,7 +12,8 @@ from disco_accel.decompose.fastest_way import fastest_with_room
 from disco_accel.decompose.layers import placements
 from disco_accel.decompose.spread import SpreadGraph, spread
 from disco_accel.graph.check import check_taskgraph
-from disco_accel.graph.taskgraph import Device, OpCall, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import BETWEEN_DEVICES, Space
+from disco_accel.graph.taskgraph import OpCall, Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN, LATE, Traits
 from disco_accel.plan import make_plan
 from disco_accel.simulate.simulator import Link, Machine, simulate
@@ -48,13 +49,13 @@ def step(parts: int, value: int) -> TaskGraph:
         for k in reversed(range(LAYERS)):
             gradient = add(f"model.layers.{k}", [gradient, part[k], weights[k]])
         vertices[-1] = replace(vertices[-1], keep=True)
-    return check_taskgraph(TaskGraph("step", (Device(0, 1 << 40),), tuple(vertices), calls))
+    return check_taskgraph(TaskGraph("step", (Space(0, 1 << 40),), tuple(vertices), calls))
 
 
 def chosen(graph: TaskGraph, devices: int, machine: Machine) -> tuple[int, SpreadGraph, list[SpreadGraph]]:
     """The number of the way that is chosen, what it makes, and what all make."""
     memory = [1 << 40] * devices
-    places = [Device(d, 1 << 40) for d in range(devices)]
+    places = [Space(d, 1 << 40) for d in range(devices)]
     made: list[SpreadGraph] = []
 
     def spread_in(way: Mapping[int, int]) -> SpreadGraph:
@@ -69,7 +70,7 @@ def chosen(graph: TaskGraph, devices: int, machine: Machine) -> tuple[int, Sprea
 @pytest.mark.parametrize("devices", [2, 4])
 def test_micro_batches_are_faster_in_turn_and_the_plan_is_too(devices: int) -> None:
     """In a row a device is idle for as many layers of a part as lie on the others, in turn for one on each."""
-    parts, machine = 4, Machine(p2p=Link(1e12, 0.0))
+    parts, machine = 4, Machine(links={BETWEEN_DEVICES: Link(1e12, 0.0)})
     number, done, made = chosen(step(parts, 8), devices, machine)
     assert number == len(made) - 1, "layer by layer"
     row, dealt = (make_plan(each.graph, planner="timed", cyclic=True, machine=machine) for each in (made[0], done))
@@ -82,9 +83,9 @@ def test_micro_batches_are_faster_in_turn_and_the_plan_is_too(devices: int) -> N
 
 def test_one_batch_stays_in_a_row() -> None:
     """Each of its layers waits for the one before, wherever that is."""
-    assert chosen(step(1, 8), 4, Machine(p2p=Link(1e12, 0.0)))[0] == 0
+    assert chosen(step(1, 8), 4, Machine(links={BETWEEN_DEVICES: Link(1e12, 0.0)}))[0] == 0
 
 
 def test_what_takes_long_to_send_stays_in_a_row() -> None:
     """Eight milliseconds from device to device, each of which has four layers of a millisecond."""
-    assert chosen(step(4, 8000), 2, Machine(p2p=Link(1e6, 0.0)))[0] == 0
+    assert chosen(step(4, 8000), 2, Machine(links={BETWEEN_DEVICES: Link(1e6, 0.0)}))[0] == 0

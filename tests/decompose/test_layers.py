@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from disco_accel.decompose.layers import layer_of_kernels, placements, way_fits
-from disco_accel.graph.taskgraph import Device, OpCall, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST, Space
+from disco_accel.graph.taskgraph import OpCall, Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN, LATE
 from disco_accel.simulate.machine import Link, Machine
 
-MACHINE = Machine(h2d=Link(1e9, 0.0), d2h=Link(1e9, 0.0))
+MACHINE = Machine(links={TO_DEVICE: Link(1e9, 0.0), TO_HOST: Link(1e9, 0.0)})
 
 
 class Steps:
@@ -53,7 +54,7 @@ class Steps:
 
     def graph(self) -> TaskGraph:
         calls = {vertex: OpCall("aten::f", "default", (), (None,), module) for vertex, module in self.modules.items()}
-        return TaskGraph("steps", (Device(0, 1 << 30),), tuple(self.vertices), calls)
+        return TaskGraph("steps", (Space(0, 1 << 30),), tuple(self.vertices), calls)
 
 
 def test_kernels_between_layers_belong_to_one() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.common.shapes import llama
 from benchmarks.planner.captures import Workload, lora_outline
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.measure.costs import Estimated
 from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.roofline import Speed
@@ -33,7 +34,7 @@ def planned(
     bandwidth: float, chunks: Chunks, budget: int, plan_seconds: float | None = None
 ) -> tuple[StepWithPlan, float]:
     link = Link(bandwidth, 1e-6)
-    machine = Machine(h2d=link, d2h=link)
+    machine = Machine(links={TO_DEVICE: link, TO_HOST: link})
     speed = replace(SPEED, machine=machine)
     settings = PlannerSettings("timed", machine=machine, plan_seconds=plan_seconds)
     whole = outlined()

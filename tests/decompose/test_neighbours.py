@@ -13,8 +13,10 @@ from disco_accel.decompose.neighbours import from_neighbours
 from disco_accel.decompose.spread import SpreadGraph, spread
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.check import check_taskgraph
+from disco_accel.graph.copies import is_transfer
 from disco_accel.graph.passes import AppliedPass
-from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, TensorSpec, Vertex, VertexKind
+from disco_accel.graph.spaces import BETWEEN_DEVICES, TO_DEVICE, TO_HOST, Space
+from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorSpec, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN, RENEWED, Traits
 from disco_accel.graph.values import never_changes
 from disco_accel.plan import make_plan
@@ -24,8 +26,8 @@ from tests.decompose.test_spread import randomly
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
 from tests.support.oracles.adversary import run_reference
 
-FAST = Machine(h2d=Link(1e9, 0.0), d2h=Link(1e9, 0.0), p2p=Link(8e9, 0.0))
-SLOW = replace(FAST, p2p=Link(5e8, 0.0))
+FAST = Machine(links={TO_DEVICE: Link(1e9, 0.0), TO_HOST: Link(1e9, 0.0), BETWEEN_DEVICES: Link(8e9, 0.0)})
+SLOW = FAST.with_links({BETWEEN_DEVICES: Link(5e8, 0.0)})
 SIZE = 1 << 20
 LAYERS = 8
 
@@ -46,7 +48,7 @@ def assert_same(done: SpreadGraph, sent: SpreadGraph) -> None:
             for old, new in zip(vertex.inputs, other.inputs, strict=True):
                 assert origin(old, before, dict(done.copies)) == origin(new, after, dict(sent.copies))
                 read = after[new[0]]
-                assert read.kind is VertexKind.KERNEL or read.device == vertex.device
+                assert read.kind is VertexKind.KERNEL or read.space == vertex.space
     for copy, of in sent.copies.items():
         assert not never_changes(after[of]) or not after[of].sizes[0]
         assert copy in after and of in after
@@ -91,18 +93,18 @@ def there_and_back(devices: int, memory: int, traits: Traits = FROZEN) -> tuple[
             vertices.append(made)
             before = ((made.id, 0),)
         vertices[-1] = replace(vertices[-1], keep=True)
-    return TaskGraph("there and back", (Device(0, memory),), tuple(vertices)), placed
+    return TaskGraph("there and back", (Space(0, memory),), tuple(vertices)), placed
 
 
 def test_each_device_loads_its_share_and_is_sent_the_others_when_it_needs_them() -> None:
     """For a forward and for a backward, but for what is read in both one after the other."""
     graph, placed = there_and_back(2, 16 * SIZE)
-    sent = from_neighbours(spread(graph, placed, [Device(k, 16 * SIZE) for k in range(2)], []), FAST)
+    sent = from_neighbours(spread(graph, placed, [Space(k, 16 * SIZE) for k in range(2)], []), FAST)
     assert sent is not None and not sent.copies
-    home = {v.id: v.device for v in sent.graph.vertices if v.kind is VertexKind.INPUT}
+    home = {v.id: v.space for v in sent.graph.vertices if v.kind is VertexKind.INPUT}
     assert sorted(home.values()) == [0] * 4 + [1] * 4
-    copies = [v for v in sent.graph.vertices if v.kind is VertexKind.TRANSFER]
-    of = [(v.inputs[0][0], v.device) for v in copies]
+    copies = [v for v in sent.graph.vertices if is_transfer(v)]
+    of = [(v.inputs[0][0], v.space) for v in copies]
     assert all(home[weight] != device for weight, device in of)
     assert {weight: of.count((weight, 1 - home[weight])) for weight in home} == {
         weight: 1 if weight >= LAYERS - 4 else 2 for weight in home
@@ -113,7 +115,7 @@ def test_each_device_loads_its_share_and_is_sent_the_others_when_it_needs_them()
     assert len(waiting) == len(copies) - 2
     for vertex in waiting:
         (other,) = vertex.after
-        assert place[other] < place[vertex.id] and sent.graph.vertices[place[other]].device == vertex.device
+        assert place[other] < place[vertex.id] and sent.graph.vertices[place[other]].space == vertex.space
 
 
 @pytest.mark.parametrize("devices", [2, 4])

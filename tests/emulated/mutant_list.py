@@ -151,7 +151,7 @@ MUTANTS = (
         "update before its gradient's copy",
         "disco_accel/execute/program.py",
         "if rows[u][0] != VertexKind.INPUT or",
-        "if rows[u][0] not in (VertexKind.INPUT, VertexKind.TRANSFER) or",
+        "if rows[u][0] not in (VertexKind.INPUT, VertexKind.COPY) or",
         ("tests/gpu/test_host_updates.py::test_steps_have_the_bits_of_eager_training",),
         _JITTER,
     ),

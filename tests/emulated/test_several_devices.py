@@ -42,7 +42,7 @@ def step(executor: Executor, inputs: DeviceBuilder) -> dict[str, torch.Tensor]:
     device lie on that device."""
 
     def where(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        by_id = {v.id: v.device for v in inputs.vertices}
+        by_id = {v.id: v.space for v in inputs.vertices}
         # By way of the host: PyTorch's own copies take whatever path there is.
         return {v: t if not by_id[v] else t.cpu().to(torch.device("cuda", by_id[v])) for v, t in tensors.items()}
 

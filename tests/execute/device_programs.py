@@ -11,7 +11,8 @@ import torch
 
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.native.host_memory import footprint
 from disco_accel.plan import make_plan
@@ -29,7 +30,7 @@ def reloading_plan(graph: TaskGraph) -> MemGraph:
     """A ``bump_plan`` of one device in which no weight is resident: each is reloaded as soon as the step begins."""
     plan = bump_plan(graph)
     clean = {v.id: v for v in plan.vertices if host_copy_exists(v)}
-    reloads = [Vertex(RELOAD + w, VertexKind.RELOAD, 0, inputs=((w, 0),), sizes=v.sizes) for w, v in clean.items()]
+    reloads = [Vertex(RELOAD + w, VertexKind.COPY, 0, inputs=((w, 0),), sizes=v.sizes) for w, v in clean.items()]
     inputs = [v for v in plan.vertices if v.kind is VertexKind.INPUT]
     others = [
         replace(v, inputs=tuple((RELOAD + r[0], 0) if r[0] in clean else r for r in v.inputs))
@@ -45,9 +46,9 @@ def bump_on_devices(graph: TaskGraph) -> MemGraph:
     """``bump_plan`` with every value on its own device; addresses stay as they are."""
     plan = bump_plan(graph)
     by_id = {v.id: v for v in graph.vertices}
-    slots = {ref: replace(slot, device=by_id[ref[0]].device) for ref, slot in plan.slots.items()}
+    slots = {ref: replace(slot, space=by_id[ref[0]].space) for ref, slot in plan.slots.items()}
     memory = plan.devices[0].memory
-    return replace(plan, slots=slots, devices=tuple(replace(d, memory=memory) for d in graph.devices))
+    return replace(plan, slots=slots, spaces=tuple(replace(d, memory=memory) for d in graph.devices))
 
 
 def smallest_memory(graph: TaskGraph) -> int:
@@ -77,10 +78,10 @@ class DeviceBuilder(Builder):
         return values
 
     def _move_last(self) -> None:
-        self.vertices[-1] = replace(self.vertices[-1], device=self.at)
+        self.vertices[-1] = replace(self.vertices[-1], space=self.at)
 
     def device_of(self, value: Value) -> int:
-        return self.vertices[value.ref[0]].device
+        return self.vertices[value.ref[0]].space
 
     def transfer(self, value: Value, device: int, elements: int | None = None, keep: str = "") -> Value:
         """A copy on ``device``; with ``elements`` only the first of them, as one row."""
@@ -94,8 +95,9 @@ class DeviceBuilder(Builder):
             size = elements * source.element_size()
             copy = source.flatten()[:elements].clone()
         vertex = Vertex(
-            len(self.vertices), VertexKind.TRANSFER, device, inputs=(value.ref,), sizes=(size,), keep=bool(keep)
+            len(self.vertices), VertexKind.COPY, device, inputs=(value.ref,), sizes=(size,), keep=bool(keep)
         )
+        vertex = replace(vertex, source=self.device_of(value))
         self.vertices.append(vertex)
         made = Value((vertex.id, 0), copy)
         if keep:
@@ -103,7 +105,7 @@ class DeviceBuilder(Builder):
         return made
 
     def graph(self, name: str = "devices") -> TaskGraph:
-        return TaskGraph(name, tuple(Device(i, 1 << 40) for i in range(self.count)), tuple(self.vertices), self.ops)
+        return TaskGraph(name, tuple(Space(i, 1 << 40) for i in range(self.count)), tuple(self.vertices), self.ops)
 
 
 @dataclass

@@ -83,7 +83,7 @@ class Made:
             make_plan(graph, memory=256, planner="timed", cyclic=True)
         nbytes = caught.value.needed if memory == "least" else 1 << 20
         plan = make_plan(graph, memory=nbytes, planner="timed", cyclic=True)
-        verify(replace(graph, devices=plan.devices), plan)
+        verify(replace(graph, spaces=plan.devices), plan)
         return cls(b, graph, records, plan)
 
     def executor(self, options: EngineOptions | None = None) -> Executor:

@@ -12,7 +12,8 @@ import torch
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.check import check_taskgraph
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space, SpaceKind
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.measure.record import apply, record
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.native.host_memory import HostMemory, footprint
@@ -37,7 +38,7 @@ class HostBuilder(Builder):
         finally:
             self.device = device
             for position in range(before, len(self.vertices)):
-                self.vertices[position] = replace(self.vertices[position], device=HOST)
+                self.vertices[position] = replace(self.vertices[position], space=HOST)
 
     def transfer(self, value: Value, device: int, keep: str = "") -> Value:
         """A copy of a whole value on ``device``."""
@@ -46,8 +47,9 @@ class HostBuilder(Builder):
         copy.copy_(value.tensor)
         size = footprint(value.tensor)
         vertex = Vertex(
-            len(self.vertices), VertexKind.TRANSFER, device, inputs=(value.ref,), sizes=(size,), keep=bool(keep)
+            len(self.vertices), VertexKind.COPY, device, inputs=(value.ref,), sizes=(size,), keep=bool(keep)
         )
+        vertex = replace(vertex, source=self.vertices[value.ref[0]].space)
         self.vertices.append(vertex)
         made = Value((vertex.id, 0), copy)
         if keep:
@@ -55,7 +57,7 @@ class HostBuilder(Builder):
         return made
 
     def graph(self, name: str = "host") -> TaskGraph:
-        devices = (Device(0, 1 << 40), Device(HOST, 1 << 40, host=True))
+        devices = (Space(0, 1 << 40), Space(HOST, 1 << 40, kind=SpaceKind.HOST))
         return check_taskgraph(TaskGraph(name, devices, tuple(self.vertices), self.ops))
 
 
@@ -270,7 +272,7 @@ class HostRun:
         timeless = [replace(v, duration=v.duration and 1e-5) for v in graph.vertices]
         self.graph = replace(graph, vertices=tuple(timeless))
         self.plan = make_plan(self.graph, memory=_bytes(self.graph, memory), planner="timed", cyclic=True)
-        verify(replace(self.graph, devices=self.plan.devices), self.plan)
+        verify(replace(self.graph, spaces=self.plan.devices), self.plan)
         self.executor = Executor(
             self.plan,
             graph.ops,

@@ -31,7 +31,8 @@ from disco_accel.capture.trace_log import TraceLog
 from disco_accel.errors import BudgetTooSmall, CaptureError, ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor, arena_bytes
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, TensorSpec, VertexKind, with_memory
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorSpec, VertexKind, with_memory
 from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN
 from disco_accel.measure.record import apply, record
 from disco_accel.native.arena import host_arena
@@ -205,7 +206,7 @@ def _lower(recorded: Trace, mode: FakeTensorMode, tensors: int) -> Traced:
             mark(low, ref, keep=True)
     if not values:
         raise Skipped("views", "nothing is computed")
-    device = Device(0, sum(sum(v.sizes) for v in low.vertices))
+    device = Space(0, sum(sum(v.sizes) for v in low.vertices))
     module = fx.GraphModule(dict(recorded.constants), graph)
     return Traced(module, TaskGraph("op", (device,), tuple(low.vertices), low.ops), inputs, tangents, constants, values)
 

@@ -10,9 +10,9 @@ import torch
 
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.memgraph import MemGraph, Slot
+from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import (
     Arg,
-    Device,
     EnumArg,
     OpCall,
     OpResult,
@@ -160,7 +160,7 @@ class Builder:
         return [Value((vertex.id, output), value.tensor) for output, value in enumerate(written)]
 
     def graph(self, name: str = "test") -> TaskGraph:
-        return TaskGraph(name, (Device(0, 1 << 40),), tuple(self.vertices), self.ops)
+        return TaskGraph(name, (Space(0, 1 << 40),), tuple(self.vertices), self.ops)
 
 
 def _run(name: str, args: Any, kwargs: Any) -> tuple[Any, list[Ref], tuple[Arg, ...]]:
@@ -213,7 +213,7 @@ def bump_plan(graph: TaskGraph) -> MemGraph:
             if over is not None:
                 slots[vertex.id, k] = slots[over]
                 continue
-            slots[vertex.id, k] = Slot(0, top, size)
+            slots[vertex.id, k] = Slot(0, top)
             top += -(-size // 256) * 256
     edges = {(producer, v.id) for v in graph.vertices for producer, _ in v.inputs}
     edges |= {(u, v.id) for v in graph.vertices for u in v.after}
@@ -224,12 +224,11 @@ def bump_plan(graph: TaskGraph) -> MemGraph:
             anti |= {(v.id, vertex.id) for v in graph.vertices if target in v.inputs and v.id < vertex.id}
     return MemGraph(
         graph.name,
-        (Device(0, top),),
+        (Space(0, top),),
         graph.vertices,
         slots,
         tuple(sorted(edges)),
         tuple(sorted(anti)),
-        {},
         cyclic=True,
     )
 

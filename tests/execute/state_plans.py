@@ -13,6 +13,7 @@ import torch
 
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.memgraph import MemGraph, Slot
+from disco_accel.graph.spaces import HOST
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import lasting_versions, overwrites
 from disco_accel.native.backend import run_device
@@ -127,7 +128,7 @@ class _Planner:
         self.copies = {state: _Copy(bump.slots[state, 0], state, (state, 0), (state, 0)) for state in there}
         self.returning = {state: self.copies[state] for state in returning}
         top, size = bump.devices[0].memory, -(-max(self.sizes.values()) // 256) * 256
-        self.buffers = [_Copy(Slot(0, top + k * size, size)) for k in range(buffers)]
+        self.buffers = [_Copy(Slot(0, top + k * size)) for k in range(buffers)]
         self.memory = top + buffers * size
         self.homes = {state: _Home((state, 0), (state, 0)) for state in self.sizes}
         self.order: list[Vertex] = []
@@ -152,7 +153,6 @@ class _Planner:
             self.slots,
             tuple(sorted(data)),
             tuple(sorted(self.after - data)),
-            {},
             cyclic=True,
         )
 
@@ -165,7 +165,7 @@ class _Planner:
             if ref in copies:
                 copy = copies.pop(ref)
                 self.after |= {(user, vertex.id) for user in copy.users}
-                self.slots[vertex.id, output] = replace(copy.slot, size=vertex.sizes[output])
+                self.slots[vertex.id, output] = copy.slot
                 copy.ref = copy.version = (vertex.id, output)
                 copy.newer, copy.users = True, [vertex.id]
         for copy in copies.values():
@@ -190,7 +190,7 @@ class _Planner:
     def write_back(self, copy: _Copy) -> None:
         if copy.newer:
             home = self.homes[copy.state]
-            offload = self.append(VertexKind.OFFLOAD, copy.ref, copy.state)
+            offload = self.append(copy.ref, copy.state, source=0, target=HOST)
             self.after |= {(reader, offload) for reader in home.readers}
             self.homes[copy.state] = _Home((offload, 0), copy.version)
             copy.users.append(offload)
@@ -198,15 +198,16 @@ class _Planner:
 
     def reload(self, state: int, copy: _Copy) -> None:
         home = self.homes[state]
-        reload = self.append(VertexKind.RELOAD, home.source, state)
+        reload = self.append(home.source, state, source=HOST, target=0)
         home.readers.append(reload)
         self.after |= {(user, reload) for user in copy.users}
-        self.slots[reload, 0] = replace(copy.slot, size=self.sizes[state])
+        self.slots[reload, 0] = copy.slot
         copy.state, copy.ref, copy.version = state, (reload, 0), home.version
         copy.newer, copy.users = False, [reload]
 
-    def append(self, kind: VertexKind, source: Ref, state: int) -> int:
-        vertex = Vertex(FIRST_COPY + len(self.order), kind, 0, inputs=(source,), sizes=(self.sizes[state],))
+    def append(self, read: Ref, state: int, *, source: int, target: int) -> int:
+        number, sizes = FIRST_COPY + len(self.order), (self.sizes[state],)
+        vertex = Vertex(number, VertexKind.COPY, target, inputs=(read,), sizes=sizes, source=source)
         self.order.append(vertex)
         return vertex.id
 
@@ -252,7 +253,7 @@ class Trained:
         timeless = [replace(v, duration=v.duration and 1e-5) for v in graph.vertices]
         graph = replace(graph, vertices=tuple(timeless))
         self.plan = planner(graph, list(builder.states))
-        verify(replace(graph, devices=self.plan.devices), self.plan)
+        verify(replace(graph, spaces=self.plan.devices), self.plan)
         self.states = list(builder.states)
         self.executor = Executor(
             self.plan,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from disco_accel.errors import ConfigError, ExecutionError
-from disco_accel.graph.taskgraph import Device, OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN
 from disco_accel.measure.record import record
 from disco_accel.native.backend import release_workspaces, run_device, workspace_bytes
@@ -45,7 +46,7 @@ def test_ops_are_recorded_as_the_engine_runs_them_outside_autocast() -> None:
     call = OpCall("aten::bmm", "default", (TensorArg(0, spec), TensorArg(1, spec)), (OpResult(0, spec),), "product")
     inputs = tuple(Vertex(i, VertexKind.INPUT, 0, sizes=(256,), traits=FOREIGN) for i in range(2))
     kernel = Vertex(2, VertexKind.KERNEL, 0, "bmm", inputs=((0, 0), (1, 0)), sizes=(256,))
-    graph = TaskGraph("product", (Device(0, 1 << 10),), (*inputs, kernel), {2: call})
+    graph = TaskGraph("product", (Space(0, 1 << 10),), (*inputs, kernel), {2: call})
     plain = record(graph)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = record(graph)

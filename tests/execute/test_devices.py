@@ -11,11 +11,12 @@ import torch
 
 from disco_accel.errors import ConfigError, ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor, HostLink, arena_bytes
-from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.copies import is_transfer
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.arena import device_arena
 from disco_accel.plan import make_plan
+from disco_accel.plan.summary import swapped_bytes
 from disco_accel.verify.static import verify
 from tests.execute.device_programs import DeviceBuilder, RandomProgram, bump_on_devices, smallest_memory
 from tests.execute.programs import assert_bits, measured, step
@@ -40,7 +41,7 @@ def test_random_programs_give_eager_bits(seed: int) -> None:
             for data in range(3):
                 inputs = program.build(data)
                 assert_bits(step(executor, inputs), inputs)
-            assert executor.counters()["transfer_bytes"] == _bytes(plan, VertexKind.TRANSFER)
+            assert executor.counters()["transfer_bytes"] == swapped_bytes(plan, is_transfer)
 
 
 def test_random_programs_have_it_all() -> None:
@@ -52,15 +53,11 @@ def test_random_programs_have_it_all() -> None:
         plan = make_plan(graph, memory=smallest_memory(graph), cyclic=True)
         sizes = {(v.id, k): s for v in graph.vertices for k, s in enumerate(v.sizes)}
         kinds |= {v.kind for v in plan.vertices}
-        moves = [v for v in graph.vertices if v.kind is VertexKind.TRANSFER]
+        moves = [v for v in graph.vertices if is_transfer(v)]
         partial += sum(v.sizes[0] < sizes[v.inputs[0]] for v in moves)
-        kept += len({v.device for v in graph.vertices if v.keep}) > 1
+        kept += len({v.space for v in graph.vertices if v.keep}) > 1
     assert kinds == set(VertexKind)
     assert partial > 3 and kept > 1
-
-
-def _bytes(plan: MemGraph, kind: VertexKind) -> int:
-    return sum(v.sizes[0] for v in plan.vertices if v.kind is kind)
 
 
 def _executor(builder: DeviceBuilder, options: EngineOptions | None = None, **more: object) -> Executor:

@@ -92,8 +92,8 @@ def test_a_stalled_transfer_names_the_value_and_its_maker() -> None:
     b.call("add.Tensor", x, moved, module="model.near", keep="y")
     graph, records = measured(b)
     plan = bump_plan(graph)
-    slots = {r: replace(s, device=graph.vertices[r[0]].device) for r, s in plan.slots.items()}
-    plan = replace(plan, slots=slots, devices=tuple(replace(d, memory=1 << 20) for d in graph.devices))
+    slots = {r: replace(s, space=graph.vertices[r[0]].space) for r, s in plan.slots.items()}
+    plan = replace(plan, slots=slots, spaces=tuple(replace(d, memory=1 << 20) for d in graph.devices))
     options = EngineOptions(links=(HostLink(), _NEVER), stall_timeout=2.0)
     maker, copy, reader = made.ref[0], moved.ref[0], graph.vertices[-1].id
     with (

@@ -10,7 +10,9 @@ import pytest
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.final_location import FinalResidences
 from disco_accel.execute.planned_states import PlannedStates
+from disco_accel.graph.copies import swaps
 from disco_accel.graph.memgraph import MemGraph, Slot
+from disco_accel.graph.spaces import HOST
 from disco_accel.graph.taskgraph import Ref, VertexKind
 from disco_accel.plan import make_plan
 from tests.support.graphs.lora_graph import LoraShape, lora_graph
@@ -26,14 +28,12 @@ def _left(plan: MemGraph) -> dict[Byte, Ref]:
     value: dict[Ref, Ref] = {}
     for vertex in sorted(plan.vertices, key=lambda vertex: vertex.kind is not VertexKind.INPUT):
         for ref in ((vertex.id, k) for k in range(len(vertex.sizes))):
-            copied = vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD)
+            copied = swaps(vertex)
             value[ref] = value[vertex.inputs[0]] if copied else ref
             slot = plan.slots.get(ref)
             if slot is not None:
-                held.update(((slot.device, slot.addr + i), value[ref]) for i in range(slot.size))
-        if vertex.id in plan.host_offsets:
-            first = plan.host_offsets[vertex.id]
-            held.update(((None, first + i), value[vertex.id, 0]) for i in range(vertex.sizes[0]))
+                space = None if slot.space == HOST else slot.space
+                held.update(((space, slot.offset + i), value[ref]) for i in range(vertex.sizes[ref[1]]))
     return held
 
 
@@ -49,7 +49,7 @@ def test_a_place_that_is_found_holds_the_value_after_a_run() -> None:
                     place = final.of(ref)
                 except ExecutionError:
                     slot = plan.slots[ref]
-                    assert {left[slot.device, slot.addr + i] for i in range(slot.size)} != {ref}
+                    assert {left[slot.space, slot.offset + i] for i in range(vertex.sizes[ref[1]])} != {ref}
                     lost += 1
                     continue
                 assert {left[place.device, place.offset + i] for i in range(place.size)} == {ref}

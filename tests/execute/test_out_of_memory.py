@@ -117,6 +117,8 @@ from tests.execute import samples
 from tests.execute.programs import assert_bits, build, bump_plan, measured, step
 from dataclasses import replace
 
+from disco_accel.graph.spaces import HOST, Space, SpaceKind
+
 builder = build(samples.dense)
 graph, records = measured(builder)
 plan = bump_plan(graph)
@@ -125,10 +127,10 @@ with open("/proc/self/statm") as statm:
     mapped = int(statm.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 30), resource.RLIM_INFINITY))
 for host in (False, True):
-    huge = replace(plan, host_memory=1 << 34) if host else plan
+    huge = replace(plan, spaces=(*plan.devices, Space(HOST, 1 << 34, 1, SpaceKind.HOST))) if host else plan
     if not host:
-        ref, slot = max(plan.slots.items(), key=lambda item: item[1].addr)
-        huge = replace(plan, slots={**plan.slots, ref: replace(slot, addr=1 << 34)})
+        ref, slot = max(plan.slots.items(), key=lambda item: item[1].offset)
+        huge = replace(plan, slots={**plan.slots, ref: replace(slot, offset=1 << 34)})
     try:
         Executor(huge, graph.ops, records, clean=builder.clean)
     except DiscoError as error:

@@ -12,9 +12,11 @@ import torch
 from disco_accel.errors import ExecutionError
 from disco_accel.execute import executor as module
 from disco_accel.execute.executor import Executor
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import VertexKind, with_memory
+from disco_accel.graph.taskgraph import Vertex, VertexKind, with_memory
 from disco_accel.native.arena import host_arena
+from disco_accel.native.engine_numbers import CopyLane
 from disco_accel.native.extension import load_extension
 from disco_accel.plan import make_plan
 from tests.execute.programs import Builder, assert_bits, build, measured, step
@@ -42,41 +44,45 @@ def lowered() -> tuple[Builder, Any, Any, MemGraph]:
     first = build(leaving)
     graph, records = measured(first)
     plan = make_plan(with_memory(graph, lambda device: LEAST), cyclic=True)
-    assert {v.kind for v in plan.vertices} >= {VertexKind.OFFLOAD, VertexKind.RELOAD}
+    assert any(map(swaps_out, plan.vertices)) and any(map(swaps_in, plan.vertices))
     return first, graph, records, plan
 
 
-def _first(plan: MemGraph, kind: VertexKind) -> int:
-    return next(v.id for v in plan.vertices if v.kind is kind)
+Which = Callable[[Vertex], bool]
 
 
-def _at(kind: VertexKind, **changes: int) -> Callable[[MemGraph], MemGraph]:
+def is_kernel(vertex: Vertex) -> bool:
+    return vertex.kind is VertexKind.KERNEL
+
+
+def is_input(vertex: Vertex) -> bool:
+    return vertex.kind is VertexKind.INPUT
+
+
+def _at(which: Which, **changes: int) -> Callable[[MemGraph], MemGraph]:
     def moved(plan: MemGraph) -> MemGraph:
-        ref = next((v.id, 0) for v in plan.vertices if v.kind is kind and (v.id, 0) in plan.slots)
+        ref = next((v.id, 0) for v in plan.vertices if which(v) and (v.id, 0) in plan.slots)
         return replace(plan, slots={**plan.slots, ref: replace(plan.slots[ref], **changes)})
 
     return moved
 
 
 def _host(offset: int) -> Callable[[MemGraph], MemGraph]:
-    return lambda plan: replace(plan, host_offsets={**plan.host_offsets, _first(plan, VertexKind.OFFLOAD): offset})
+    return _at(swaps_out, offset=offset)
 
 
 PLANS: dict[str, Callable[[MemGraph], MemGraph]] = {
-    "no host memory": lambda plan: replace(plan, host_memory=0),
+    "no host memory": lambda plan: replace(plan, spaces=plan.devices),
     "host offset far": _host(1 << 46),
-    "host offset at the end": lambda plan: _host(plan.host_memory)(plan),
+    "host offset at the end": lambda plan: _host(plan.host.memory)(plan),
     "host offset negative": _host(-256),
     "host offset overflows": _host(BIG // 256 * 256),
     "host offset unaligned": _host(1),
-    "kernel before the arena": _at(VertexKind.KERNEL, addr=-256),
-    "reload before the arena": _at(VertexKind.RELOAD, addr=-256),
-    "resident before the arena": _at(VertexKind.INPUT, addr=-256),
-    "kernel unaligned": _at(VertexKind.KERNEL, addr=4),
-    "slot smaller than its kernel's output": _at(VertexKind.KERNEL, size=16),
-    "slot smaller than its reload": _at(VertexKind.RELOAD, size=16),
-    "slot of negative size": _at(VertexKind.KERNEL, size=-256),
-    "slot on no device": _at(VertexKind.KERNEL, device=7),
+    "kernel before the arena": _at(is_kernel, offset=-256),
+    "reload before the arena": _at(swaps_in, offset=-256),
+    "resident before the arena": _at(is_input, offset=-256),
+    "kernel unaligned": _at(is_kernel, offset=4),
+    "slot on no device": _at(is_kernel, space=7),
 }
 
 
@@ -111,13 +117,20 @@ class Engines:
         return self.real.Engine(*given)
 
 
-def _rows(table: torch.Tensor, kind: VertexKind) -> torch.Tensor:
-    return (table[:, 0] == int(kind)).nonzero()[0, 0]
+def _row(table: torch.Tensor, which: VertexKind | CopyLane) -> torch.Tensor:
+    """The first kernel, or the first copy of a lane."""
+    kind = VertexKind.COPY if isinstance(which, CopyLane) else which
+    chosen = table[:, 0] == int(kind)
+    if isinstance(which, CopyLane):
+        chosen &= table[:, 2] == int(which)
+    return chosen.nonzero()[0, 0]
 
 
-def _set(kind: VertexKind, column: int, value: int, *, add: bool = False) -> Callable[[list[Any], Any], None]:
+def _set(
+    which: VertexKind | CopyLane, column: int, value: int, *, add: bool = False
+) -> Callable[[list[Any], Any], None]:
     def change(given: list[Any], table: torch.Tensor) -> None:
-        row = _rows(table, kind)
+        row = _row(table, which)
         table[row, column] = table[row, column] + value if add else value
 
     return change
@@ -153,24 +166,26 @@ def _copied(storage: int, vertex: int, writes: int = 0) -> Callable[[list[Any], 
     return change
 
 
-KIND, DEVICE, OP, DST, SRC, BYTES, FLAGS = range(7)
-OFFLOAD, RELOAD, KERNEL = VertexKind.OFFLOAD, VertexKind.RELOAD, VertexKind.KERNEL
+KIND, DEVICE, LANE, OP, DST, SRC, BYTES, FLAGS = range(8)
+OFFLOAD, RELOAD, KERNEL = CopyLane.D2H, CopyLane.H2D, VertexKind.KERNEL
 ENGINE: dict[str, tuple[Callable[[list[Any], Any], None], str]] = {
-    "offload far away": (_set(OFFLOAD, DST, FAR, add=True), "offload.*writes"),
-    "offload behind the end": (_set(OFFLOAD, DST, 1 << 12, add=True), "offload.*writes"),
-    "offload before the start": (_set(OFFLOAD, DST, -256, add=True), "offload.*writes"),
-    "offload to an absolute address": (_set(OFFLOAD, DST, 4096), "offload.*writes"),
-    "offload of other memory": (_set(OFFLOAD, SRC, FAR, add=True), "offload.*reads"),
-    "offload of more": (_set(OFFLOAD, BYTES, 1 << 20), "offload"),
-    "offload of all there is": (_set(OFFLOAD, BYTES, BIG), "offload"),
+    "offload far away": (_set(OFFLOAD, DST, FAR, add=True), "to the host.*writes"),
+    "offload behind the end": (_set(OFFLOAD, DST, 1 << 12, add=True), "to the host.*writes"),
+    "offload before the start": (_set(OFFLOAD, DST, -256, add=True), "to the host.*writes"),
+    "offload to an absolute address": (_set(OFFLOAD, DST, 4096), "to the host.*writes"),
+    "offload of other memory": (_set(OFFLOAD, SRC, FAR, add=True), "to the host.*reads"),
+    "offload of more": (_set(OFFLOAD, BYTES, 1 << 20), "to the host"),
+    "offload of all there is": (_set(OFFLOAD, BYTES, BIG), "to the host"),
     "offload of less than nothing": (_set(OFFLOAD, BYTES, -1), "negative"),
-    "reload far away": (_set(RELOAD, DST, FAR, add=True), "reload.*writes"),
-    "reload of other memory": (_set(RELOAD, SRC, FAR, add=True), "reload.*reads"),
-    "reload of the highest address": (_set(RELOAD, SRC, -64), "reload.*reads"),
+    "reload far away": (_set(RELOAD, DST, FAR, add=True), "from the host.*writes"),
+    "reload of other memory": (_set(RELOAD, SRC, FAR, add=True), "from the host.*reads"),
+    "reload of the highest address": (_set(RELOAD, SRC, -64), "from the host.*reads"),
     "a kind of nine bits": (_set(KERNEL, KIND, 256), "kind"),
     "a device of 33 bits": (_set(KERNEL, DEVICE, 1 << 32), "device"),
     "an op of 33 bits": (_set(KERNEL, OP, 1 << 32), "op"),
     "an op that is not there": (_set(KERNEL, OP, 10_000), "no op"),
+    "a lane of nine bits": (_set(RELOAD, LANE, 256), "lane"),
+    "a lane that is not there": (_set(RELOAD, LANE, 3), "no such kind"),
     "flags of nine bits": (_set(KERNEL, FLAGS, 256), "flags"),
     "an edge of 33 bits": (_edge, "edge"),
     "a smaller arena": (_smaller_arena, "outside"),

@@ -9,8 +9,9 @@ import torch
 
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor
-from disco_accel.graph.byte_ranges import is_resident_range, ranged_values
+from disco_accel.graph.copies import is_resident_range, ranged_values, swaps_in
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
 from disco_accel.measure.record import OpRecord
 from disco_accel.plan.timed.search import build_timed
@@ -39,7 +40,7 @@ def ranged(memory: int) -> tuple[Builder, TaskGraph, dict[int, OpRecord], MemGra
     vertices = tuple(replace(v, duration=1e-6 if v.kind is VertexKind.KERNEL else None) for v in graph.vertices)
     graph = replace(graph, vertices=vertices)
     sized = with_memory(graph, lambda device: memory)
-    plan = build_timed(sized, Machine(h2d=_LINK, d2h=_LINK), cyclic=True, settings=_SETTINGS)
+    plan = build_timed(sized, Machine(links={TO_DEVICE: _LINK, TO_HOST: _LINK}), cyclic=True, settings=_SETTINGS)
     verify(sized, plan)
     return first, graph, records, plan
 
@@ -48,7 +49,7 @@ def ranged(memory: int) -> tuple[Builder, TaskGraph, dict[int, OpRecord], MemGra
 def test_bits_are_those_of_eager(memory: int) -> None:
     first, graph, records, plan = ranged(memory)
     held = ranged_values(plan)
-    assert any(v.kind is VertexKind.RELOAD and (v.id, 0) in held for v in plan.vertices), memory
+    assert any(swaps_in(v) and (v.id, 0) in held for v in plan.vertices), memory
     assert any(map(is_resident_range, plan.vertices)), memory
     for seed in range(3):
         options = EngineOptions(dispatch="random", seed=seed)

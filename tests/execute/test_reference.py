@@ -9,7 +9,8 @@ import pytest
 
 from disco_accel.errors import Stalled, VerifyError
 from disco_accel.graph.memgraph import MemGraph, Slot
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN, LATE_FOREIGN
 from tests.support.faults.faults import FAULTS
 from tests.support.oracles.adversary import run_reference
@@ -54,9 +55,9 @@ def test_a_resident_that_is_not_back_spoils_the_second_step() -> None:
         Vertex(1, VertexKind.KERNEL, 0, "a", ((0, 0),), (256,)),
         Vertex(2, VertexKind.KERNEL, 0, "b", ((1, 0),), (256,)),
     )
-    graph = TaskGraph("g", (Device(0, 512),), vertices)
-    slots = {(0, 0): Slot(0, 0, 256), (1, 0): Slot(0, 256, 256), (2, 0): Slot(0, 0, 256)}
-    plan = MemGraph("g", graph.devices, vertices, slots, ((1, 2),), (), {})
+    graph = TaskGraph("g", (Space(0, 512),), vertices)
+    slots = {(0, 0): Slot(0, 0), (1, 0): Slot(0, 256), (2, 0): Slot(0, 0)}
+    plan = MemGraph("g", graph.devices, vertices, slots, ((1, 2),), ())
     run_reference(graph, plan, 0)
     with pytest.raises(VerifyError, match="not back"):
         run_reference(graph, replace(plan, cyclic=True), 0)
@@ -68,9 +69,9 @@ def test_late_values_arrive_only_when_everything_is_handed_out() -> None:
         Vertex(1, VertexKind.KERNEL, 0, "loss", (), (256,), out=True),
         Vertex(2, VertexKind.KERNEL, 0, "grad", ((0, 0),), (256,), keep=True),
     )
-    graph = TaskGraph("g", (Device(0, 512),), vertices)
-    slots = {(1, 0): Slot(0, 0, 256), (2, 0): Slot(0, 0, 256)}
-    plan = MemGraph("g", graph.devices, vertices, slots, ((0, 2),), (), {})
+    graph = TaskGraph("g", (Space(0, 512),), vertices)
+    slots = {(1, 0): Slot(0, 0), (2, 0): Slot(0, 0)}
+    plan = MemGraph("g", graph.devices, vertices, slots, ((0, 2),), ())
     for seed in range(20):
         run_reference(graph, plan, seed)
     with pytest.raises(Stalled):
@@ -83,7 +84,7 @@ def test_a_kept_value_must_be_left_somewhere() -> None:
         Vertex(1, VertexKind.KERNEL, 0, "b", ((0, 0),), (256,)),
         Vertex(2, VertexKind.KERNEL, 0, "c", ((1, 0),), (256,)),
     )
-    graph = TaskGraph("g", (Device(0, 512),), vertices)
-    slots = {(0, 0): Slot(0, 0, 256), (1, 0): Slot(0, 256, 256), (2, 0): Slot(0, 0, 256)}
+    graph = TaskGraph("g", (Space(0, 512),), vertices)
+    slots = {(0, 0): Slot(0, 0), (1, 0): Slot(0, 256), (2, 0): Slot(0, 0)}
     with pytest.raises(VerifyError, match="must be kept"):
-        run_reference(graph, MemGraph("g", graph.devices, vertices, slots, ((0, 1), (1, 2)), (), {}), 0)
+        run_reference(graph, MemGraph("g", graph.devices, vertices, slots, ((0, 1), (1, 2)), ()), 0)

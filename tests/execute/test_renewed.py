@@ -10,8 +10,9 @@ import torch
 
 from disco_accel.errors import BudgetTooSmall, ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor
+from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.traits import FROZEN, RENEWED
 from disco_accel.graph.values import outlives_step
 from disco_accel.plan import make_plan
@@ -57,7 +58,7 @@ def planned(graph: TaskGraph, memory: str) -> MemGraph:
     # The same plan on any machine, at any time.
     timeless = replace(graph, vertices=tuple(replace(v, duration=v.duration and 1e-5) for v in graph.vertices))
     plan = make_plan(timeless, memory=nbytes, planner="timed", cyclic=True)
-    verify(replace(timeless, devices=plan.devices), plan)
+    verify(replace(timeless, spaces=plan.devices), plan)
     return plan
 
 
@@ -71,7 +72,7 @@ def test_each_step_computes_with_what_the_host_has_when_it_begins(options: Engin
     graph, records = measured(builder)
     plan = planned(graph, memory)
     renewed = {v.id for v in plan.vertices if not outlives_step(v)}
-    reloads = [v.inputs[0][0] for v in plan.vertices if v.kind is VertexKind.RELOAD]
+    reloads = [v.inputs[0][0] for v in plan.vertices if swaps_in(v)]
     assert renewed <= set(reloads) and not renewed & {vertex for vertex, _ in plan.slots}
     if memory == "all":
         assert sorted(reloads) == sorted(renewed), "nothing else is reloaded, and these once"
@@ -86,8 +87,9 @@ def test_each_step_computes_with_what_the_host_has_when_it_begins(options: Engin
             assert_bits(results, inputs)
             for i in range(0, LAYERS, 2):
                 weights[i].copy_(newer[i])
-            nbytes = sum(v.sizes[0] for v in plan.vertices if v.kind is VertexKind.RELOAD)
-            loads = sum(s.size for (v, _), s in plan.slots.items() if v in builder.clean) if seed == 0 else 0
+            nbytes = sum(v.sizes[0] for v in plan.vertices if swaps_in(v))
+            residents = [v for v in plan.vertices if v.id in builder.clean and (v.id, 0) in plan.slots]
+            loads = sum(v.sizes[0] for v in residents) if seed == 0 else 0
             assert executor.counters()["reload_bytes"] == nbytes + loads
 
 

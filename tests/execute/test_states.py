@@ -13,8 +13,9 @@ import torch
 
 from disco_accel.errors import BudgetTooSmall, ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.native.arena import device_arena
 from disco_accel.native.host_memory import bytes_of
 from disco_accel.plan import make_plan
@@ -59,12 +60,11 @@ def test_the_plans_do_what_their_names_say() -> None:
         ("returning", True, (5, 3)),
     ):
         trained = _sgd(name, twice=twice)
-        kinds = [v.kind for v in trained.plan.vertices]
         with trained.executor as executor:
             trained.step(0)
             trained.step(1)
             counters = executor.counters()
-        copies = kinds.count(VertexKind.RELOAD), kinds.count(VertexKind.OFFLOAD)
+        copies = tuple(sum(map(swaps, trained.plan.vertices)) for swaps in (swaps_in, swaps_out))
         assert copies == expected, (name, twice)
         nbytes = trained.homes[0].nbytes
         assert (counters["reload_bytes"], counters["offload_bytes"]) == (copies[0] * nbytes, copies[1] * nbytes)
@@ -125,8 +125,7 @@ def test_plans_of_the_timed_planner_keep_states_too(program: str, memory: str) -
                 trained.step(seed)
             executor.store_states()
             trained.assert_homes()
-    kinds = [v.kind for v in plan[0].vertices]
-    assert (VertexKind.RELOAD in kinds) == (memory != "all"), "copies where memory is short, and only there"
+    assert any(map(swaps_in, plan[0].vertices)) == (memory != "all"), "copies where memory is short, and only there"
 
 
 def test_homes_are_older_than_residents_until_these_are_stored() -> None:
@@ -364,7 +363,7 @@ def test_plans_that_lose_a_version_are_refused() -> None:
     graph, records = measured(builder)
     plan = plan_of(graph)
     last = plan.vertices[-1]
-    assert last.kind is VertexKind.OFFLOAD
+    assert swaps_out(last)
     lost = replace(plan, vertices=plan.vertices[:-1])
     lost = replace(lost, data_edges=tuple(edge for edge in lost.data_edges if last.id not in edge))
     lost = replace(lost, memory_edges=tuple(edge for edge in lost.memory_edges if last.id not in edge))
@@ -377,7 +376,7 @@ def test_plans_that_lose_a_version_are_refused() -> None:
         )  # fmt: skip
     update = next(v for v in plan.vertices if v.inplace)
     slot = plan.slots[update.id, 0]
-    moved = replace(plan, slots={**plan.slots, (update.id, 0): replace(slot, addr=0)})
+    moved = replace(plan, slots={**plan.slots, (update.id, 0): replace(slot, offset=0)})
     with pytest.raises(ExecutionError, match=f"kernel {update.id} writes output 0 over .* another address"):
         Executor(moved, graph.ops, records, clean={}, states=builder.states)
 

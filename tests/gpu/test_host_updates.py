@@ -64,7 +64,7 @@ def test_ops_of_both_kinds_allocate_where_the_plan_says(device: torch.device) ->
     """Temporaries and results of ops on the host come from the host's arena, and values go both ways."""
     graph, records = measured(_exchange(0, device))
     plan = make_plan(graph, memory=1024, planner="timed", cyclic=True)
-    verify(replace(graph, devices=plan.devices), plan)
+    verify(replace(graph, spaces=plan.devices), plan)
     with Executor(plan, graph.ops, records, clean={}, options=EngineOptions(device=str(device))) as executor:
         for seed in range(STEPS):
             inputs = _exchange(seed, device)

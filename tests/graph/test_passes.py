@@ -13,7 +13,8 @@ from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.cli.main import main
 from disco_accel.graph.files import read_memgraph, read_taskgraph
 from disco_accel.graph.passes import GraphPass, arena_of, changes, run_passes, totals
-from disco_accel.graph.taskgraph import Device, OpCall, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import HOST, Space, SpaceKind
+from disco_accel.graph.taskgraph import OpCall, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN
 from disco_accel.step.compile import pipeline
 from disco_accel.verify.static import verify
@@ -43,7 +44,7 @@ def small() -> TaskGraph:
         Vertex(2, VertexKind.KERNEL, 0, "b", ((0, 0),), (512,), 2.0),
         Vertex(3, VertexKind.KERNEL, 0, "c", ((1, 0), (2, 0)), (512,), keep=True),
     )
-    return TaskGraph("small", (Device(0, 4096),), vertices, {3: OpCall("aten::add", "Tensor", (), ())})
+    return TaskGraph("small", (Space(0, 4096),), vertices, {3: OpCall("aten::add", "Tensor", (), ())})
 
 
 def test_passes_run_in_their_order_and_each_says_what_it_changed() -> None:
@@ -62,8 +63,8 @@ def test_passes_run_in_their_order_and_each_says_what_it_changed() -> None:
     assert (swap.before, swap.after) == (totals(small()), totals(after))
     assert (swap.before.seconds, swap.after.seconds) == (3.0, 3.5)
     assert (swap.before.value_bytes, swap.after.value_bytes) == (1792, 1856)
-    assert queue.changed == {"after": 2} and arena.changed == {"devices": 1}
-    assert json.loads(json.dumps(arena.as_dict()))["changed"] == {"devices": 1}
+    assert queue.changed == {"after": 2} and arena.changed == {"spaces": 1}
+    assert json.loads(json.dumps(arena.as_dict()))["changed"] == {"spaces": 1}
 
 
 def test_every_kind_of_change_is_counted() -> None:
@@ -72,7 +73,8 @@ def test_every_kind_of_change_is_counted() -> None:
     assert changes(graph, without) == {"removed": 2, "calls": 1}
     assert changes(without, graph) == {"added": 2, "calls": 1}
     assert changes(graph, replace(graph, vertices=tuple(replace(v) for v in graph.vertices), ops=dict(graph.ops))) == {}
-    assert changes(graph, replace(graph, host_memory=1 << 20)) == {"host_memory": 1}
+    limited = replace(graph, spaces=(*graph.spaces, Space(HOST, 1 << 20, 1, SpaceKind.HOST)))
+    assert changes(graph, limited) == changes(limited, graph) == {"spaces": 1}
 
 
 def test_one_more_pass_is_applied_and_printed(

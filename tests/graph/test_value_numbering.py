@@ -12,9 +12,9 @@ import torch
 from disco_accel.errors import PlanError
 from disco_accel.graph.check import after_gate, check_taskgraph, dependencies
 from disco_accel.graph.dequantise_again import dequantise_again
+from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import (
     Arg,
-    Device,
     OpCall,
     OpResult,
     Ref,
@@ -86,7 +86,7 @@ class Maker:
         return self.call("add", "Tensor", read, 1, **more)  # type: ignore[arg-type]
 
     def graph(self, memory: int = 1 << 20) -> TaskGraph:
-        return check_taskgraph(TaskGraph("g", (Device(0, memory, 16),), tuple(self.vertices), dict(self.ops)))
+        return check_taskgraph(TaskGraph("g", (Space(0, memory, 16),), tuple(self.vertices), dict(self.ops)))
 
 
 def random_graph(rng: random.Random) -> TaskGraph:
@@ -183,7 +183,7 @@ def test_a_graph_without_some_of_its_clones_computes_the_same() -> None:
         assert all((were[v] & ids) - constant <= are[v] for v in ids)
         # As planners number their copies: the first numbers that the smaller graph has not.
         free = (k for k in range(len(graph.vertices)) if k not in ids)
-        copies = [Vertex(id=k, kind=VertexKind.RELOAD, device=0, op="reload") for k in free]
+        copies = [Vertex(id=k, kind=VertexKind.COPY, space=0, op="reload") for k in free]
         assert graph_of_plan(graph, [*smaller.vertices, *copies]) == smaller
         assert left_out(graph, smaller) == tuple(chosen)
         fewer = ids - {rng.choice(sorted(set(graph.ops) & ids))}

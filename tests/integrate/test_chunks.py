@@ -98,7 +98,7 @@ def test_prompts_in_chunks_have_eagers_bits(family: str) -> None:
     assert_same_cache(got.past_key_values, first.past_key_values)
     assert torch.equal(got.logits[:, -1], first.logits[0])
     assert stats(planned)["fallbacks"] == []
-    step = next(iter(planned.__dict__["_disco_state"].plans.values()))
+    step = next(iter(planned.__dict__["_disco_state"].memory.plans.values()))
     assert step.chunked_kernels >= 10
 
 

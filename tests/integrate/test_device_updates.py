@@ -13,6 +13,8 @@ import torch
 from disco_accel import prepare, stats
 from disco_accel.errors import ConfigError, ExecutionError
 from disco_accel.execute import executor
+from disco_accel.graph.copies import swaps_out
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import outlives_step
 from disco_accel.native.engine_class import make_engine
@@ -137,7 +139,7 @@ def test_homes_are_whole_when_a_forward_has_returned(monkeypatch: pytest.MonkeyP
     train_both(trained, 2)
     loss = model(**random_batch()).loss
     # The engine tells of a forward's end when all that comes home has come.
-    offloads = [i for i, v in enumerate(with_update(model).plan.vertices) if v.kind is VertexKind.OFFLOAD]
+    offloads = [i for i, v in enumerate(with_update(model).plan.vertices) if swaps_out(v)]
     assert len(offloads) == 3 * len(theirs.state) and all(int(tables[-1][i, -1]) & VertexFlag.OUT for i in offloads)
     # No library call in between: what lies there is the plan's own work.
     for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
@@ -166,13 +168,13 @@ def test_the_faster_place_is_chosen_weight_by_weight() -> None:
     chosen = {}
     for name, bandwidth in (("slow", 1e3), ("fast", 1e12)):
         link = Link(bandwidth, 0.0)
-        first, *_ = updates.choices("auto", Machine(h2d=link, d2h=link))
+        first, *_ = updates.choices("auto", Machine(links={TO_DEVICE: link, TO_HOST: link}))
         chosen[name] = len(first.on_device)
     assert chosen["slow"] == 0 and len(updates.choices("device", Machine())[0].on_device) == len(weights)
     for key, record in list(updates._known.items()):
         on_host, _ = key
         updates._known[key] = replace(record, seconds=record.seconds * (100 if on_host else 1))
-    first, *_ = updates.choices("auto", Machine(h2d=Link(1e12, 0.0), d2h=Link(1e12, 0.0)))
+    first, *_ = updates.choices("auto", Machine(links={TO_DEVICE: Link(1e12, 0.0), TO_HOST: Link(1e12, 0.0)}))
     assert len(first.on_device) > len(weights) // 2
 
 

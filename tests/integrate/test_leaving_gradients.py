@@ -14,8 +14,9 @@ import torch
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.capture.leaving_gradients import leaving_by
 from disco_accel.errors import BudgetTooSmall, ExecutionError
+from disco_accel.graph.copies import is_transfer
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan import make_plan
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.run.session import Session, current_step, find_state
@@ -116,7 +117,7 @@ def test_every_gradient_goes_straight_to_its_place() -> None:
         assert_same(model, eager)
         step, nbytes = compiled(model), sum(p.nbytes for p in model.parameters())
         assert leaving(model) == {name for name, _ in model.named_parameters()}
-        assert step.executor.counters()["transfer_bytes"] == nbytes
+        assert step.executor.counters()["offload_bytes"] == nbytes
         memory = session_of(model).gradients.memory
         assert all(memory.holds(p.grad) for p in model.parameters() if p.grad is not None)
         assert memory.nbytes <= nbytes + 64 * len(list(model.parameters()))
@@ -342,11 +343,9 @@ def test_a_step_needs_no_more_memory_than_one_that_keeps_its_gradients() -> None
     producers = {ref[0] for ref in leaving_by(graph)}
     kept = replace(
         graph,
-        devices=tuple(device for device in graph.devices if not device.host),
-        vertices=tuple(
-            replace(v, keep=v.keep or v.id in producers) for v in graph.vertices if v.kind is not VertexKind.TRANSFER
-        ),
+        spaces=tuple(device for device in graph.devices if not device.is_host_device),
+        vertices=tuple(replace(v, keep=v.keep or v.id in producers) for v in graph.vertices if not is_transfer(v)),
     )
     ours, others = _least(graph), _least(kept)
     assert ours.devices[0].memory <= others.devices[0].memory
-    assert ours.host_memory < others.host_memory
+    assert ours.host.memory < others.host.memory

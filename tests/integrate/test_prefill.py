@@ -11,9 +11,10 @@ from transformers import DynamicCache, StaticCache
 
 from disco_accel import DiscoConfig, prefill, prepare, restore, stats
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExecutionError
+from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.integrate.hf.kv_cache import fill
-from disco_accel.plan.summary import resident_bytes
+from disco_accel.plan.summary import resident_bytes, swapped_bytes
 from disco_accel.step.run.session import current_step
 from tests.support.models import TEN_FAMILIES, family_lora, random_batch, tiny_lora
 
@@ -187,7 +188,7 @@ def test_weights_larger_than_the_budget_are_streamed_within_it() -> None:
         assert torch.equal(got.logits[:, -1], expected.logits[0])
         assert_same_cache(got.past_key_values, expected.past_key_values)
     step, figures = current_step(model), stats(model)
-    assert step is not None and step.copy_bytes(VertexKind.RELOAD) > 0
+    assert step is not None and swapped_bytes(step.plan, swaps_in) > 0
     assert figures["plans"] == 1 and figures["peak_bytes"] <= needed
     cache = sum(t.nbytes for layer in got.past_key_values.layers for t in (layer.keys, layer.values))
     assert figures["budget"]["outputs"] >= cache + got.logits.nbytes, "what leaves the arena is paid for"
@@ -198,7 +199,7 @@ def test_the_next_prefill_starts_with_what_the_last_one_brought_home() -> None:
     weights = sum(p.nbytes for p in model.parameters())
     prefill(model, ids(1, 8), config=DiscoConfig(memory_budget=weights // 2, link_bandwidth=1e7))
     step = current_step(model)
-    assert step is not None and resident_bytes(step.plan) > 0 and step.copy_bytes(VertexKind.RELOAD) > 0
+    assert step is not None and resident_bytes(step.plan) > 0 and swapped_bytes(step.plan, swaps_in) > 0
     step.executor.set_tracing(True)
     # The link is so slow that the run has not ended when its logits are there.
     prefill(model, ids(1, 8))

@@ -13,6 +13,7 @@ import torch
 
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError
+from disco_accel.graph.copies import is_transfer
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.step.compile.compiled_step import shared_weights
@@ -51,8 +52,8 @@ def least(model: torch.nn.Module, devices: int, parallel: str, batch: Mapping[st
 def kernels_by_device(model: torch.nn.Module) -> list[int]:
     step = current_step(model)
     assert step is not None
-    used = [v.device for v in step.plan.vertices if v.kind is VertexKind.KERNEL]
-    return [used.count(device.id) for device in step.plan.devices if not device.host]
+    used = [v.space for v in step.plan.vertices if v.kind is VertexKind.KERNEL]
+    return [used.count(device.id) for device in step.plan.devices if not device.is_host_device]
 
 
 def uneven(rows: int = 4, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -133,9 +134,9 @@ def test_weights_from_neighbours_are_those_of_now(devices: int, monkeypatch: pyt
     assert step is not None and stats(planned)["steps_eager"] == 0
     weights = {v.id for v in step.graph.vertices if host_copy_exists(v) and v.sizes[0]}
     assert weights.isdisjoint(step.captured.copies)
-    sent = [v for v in step.graph.vertices if v.kind is VertexKind.TRANSFER and v.inputs[0][0] in weights]
+    sent = [v for v in step.graph.vertices if is_transfer(v) and v.inputs[0][0] in weights]
     assert len(sent) >= (devices - 1) * len(weights)
-    assert len({v.device for v in step.graph.vertices if v.id in weights}) == devices
+    assert len({v.space for v in step.graph.vertices if v.id in weights}) == devices
 
 
 def test_what_cannot_be_shared_out_runs_by_layers_and_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from disco_accel import DiscoConfig, prefill, prepare, restore, stats
 from disco_accel.capture.captured_step import InputSource
 from disco_accel.decompose.tensor.ranks import on_ranks
 from disco_accel.errors import CaptureError, ConfigError, ExecutionError
-from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.graph.copies import is_transfer
 from disco_accel.native.host_memory import without_watching_writes
 from disco_accel.step.compile.compiled_step import CompiledStep, shared_weights
 from disco_accel.step.run.session import current_step
@@ -133,7 +133,7 @@ def test_sums_in_slices_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> N
     planned = prepare(model_for(4), tensor(4))
     for _ in range(2):
         assert_same(run(planned, random_batch()), whole)
-    assert any(v.op == "aten::slice_copy" and v.device for v in step_of(planned).graph.vertices)
+    assert any(v.op == "aten::slice_copy" and v.space for v in step_of(planned).graph.vertices)
 
 
 def test_dropout_is_that_of_one_device() -> None:
@@ -300,5 +300,5 @@ def test_transfers_carry_sums_and_no_frozen_weight() -> None:
     run(planned, random_batch())
     step = step_of(planned)
     frozen = {b.vertex for b in step.vertices_of(InputSource.FROZEN)}
-    sent = [v for v in step.graph.vertices if v.kind is VertexKind.TRANSFER]
+    sent = [v for v in step.graph.vertices if is_transfer(v)]
     assert sent and not any(producer in frozen for v in sent for producer, _ in v.inputs)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from disco_accel.graph.spaces import HOST
 from tests.observe import traced_step as small
 
 pytest.importorskip("matplotlib")
@@ -44,10 +45,10 @@ def test_no_copy_is_drawn_in_the_colour_of_a_kernel():
     """Whatever kind of copy: a lane of a link has colours of its own."""
     vertices = (
         Vertex(0, VertexKind.INPUT, 0, op="w", sizes=(256,), traits=FROZEN),
-        Vertex(1, VertexKind.RELOAD, 0, inputs=((0, 0),), sizes=(256,)),
+        Vertex(1, VertexKind.COPY, 0, inputs=((0, 0),), sizes=(256,)),
         Vertex(2, VertexKind.KERNEL, 0, op="aten::mul", inputs=((1, 0),), sizes=(256,)),
-        Vertex(3, VertexKind.TRANSFER, 1, op="p2p", inputs=((2, 0),), sizes=(256,)),
-        Vertex(4, VertexKind.OFFLOAD, 0, inputs=((2, 0),), sizes=(256,)),
+        Vertex(3, VertexKind.COPY, 1, op="p2p", inputs=((2, 0),), sizes=(256,), source=0),
+        Vertex(4, VertexKind.COPY, HOST, inputs=((2, 0),), sizes=(256,), source=0),
     )
     lanes = {1: "h2d", 2: "compute0", 3: "p2p", 4: "d2h"}
     colors = {lanes[v.id]: color_of(v) for v in vertices[1:]}

@@ -10,6 +10,7 @@ import pytest
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import read_taskgraph
 from disco_accel.graph.memgraph import Slot
+from disco_accel.graph.spaces import HOST
 from disco_accel.graph.taskgraph import Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.observe.timeline import (
@@ -23,6 +24,7 @@ from disco_accel.observe.timeline import (
 )
 from disco_accel.plan import make_plan
 from disco_accel.plan.summary import staying_bytes
+from disco_accel.simulate.machine import Machine
 from disco_accel.verify.static import verify
 from tests.observe import traced_step as small
 
@@ -55,7 +57,7 @@ def test_residents_and_kept_values_stay_to_the_end_of_the_step():
 
 def test_a_resident_that_is_overwritten_leaves_after_its_last_reader():
     plan = small.plan()
-    plan.slots[small.LOSS, 0] = Slot(0, 0, 256)
+    plan.slots[small.LOSS, 0] = Slot(0, 0)
     by_ref = {s.ref: s for s in stays(plan, small.events())}
     assert by_ref[small.W0, 0].end == 2
 
@@ -64,10 +66,10 @@ def going_home():
     """w0 makes room for b and is loaded again at the end, for the next step."""
     plan = small.plan()
     home = small.LOSS + 1
-    plan.slots[small.B, 0] = Slot(0, 0, 512)
-    plan.slots[small.C, 0] = Slot(0, 0, 512)
+    plan.slots[small.B, 0] = Slot(0, 0)
+    plan.slots[small.C, 0] = Slot(0, 0)
     plan.slots[home, 0] = plan.slots[small.W0, 0]
-    back = Vertex(home, VertexKind.RELOAD, 0, inputs=((small.W0, 0),), sizes=(256,))
+    back = Vertex(home, VertexKind.COPY, 0, inputs=((small.W0, 0),), sizes=(256,))
     plan = dataclasses.replace(plan, vertices=(*plan.vertices, back))
     return plan, [*small.events(), small.Event(home, "h2d", 8, 8, 9, 256)], home
 
@@ -97,10 +99,8 @@ def test_a_repeating_step_ends_with_the_weights_that_it_began_with(request, name
     events = serial_run(plan)
     finish = max(e.end for e in events)
     at_the_end = {(s.addr, s.size) for s in stays(plan, events) if s.end == finish}
-    homes = [
-        plan.slots[v.id, 0] for v in plan.vertices if host_copy_exists(v) and (v.id, 0) in plan.slots and not v.inputs
-    ]
-    assert homes and {(slot.addr, slot.size) for slot in homes} <= at_the_end
+    residents = [v for v in plan.vertices if host_copy_exists(v) and (v.id, 0) in plan.slots and not v.inputs]
+    assert residents and {(plan.slots[v.id, 0].offset, v.sizes[0]) for v in residents} <= at_the_end
 
 
 @pytest.mark.parametrize("room", [1.2, 2.0, 4.0])
@@ -118,8 +118,8 @@ def test_what_is_drawn_as_staying_stays(request, planner, room):
 def serial_run(plan):
     """Events of a run that takes one second for each vertex, in serial order."""
     run = [v for v in plan.vertices if v.kind is not VertexKind.INPUT]
-    lanes = {VertexKind.RELOAD: "h2d", VertexKind.OFFLOAD: "d2h"}
-    return [small.Event(v.id, lanes.get(v.kind, "compute0"), i, i, i + 1) for i, v in enumerate(run)]
+    lanes = Machine().lanes(plan.spaces)
+    return [small.Event(v.id, lanes.name(v), i, i, i + 1) for i, v in enumerate(run)]
 
 
 @pytest.mark.parametrize("room", [1.0, 1.3, 2.0, 3.0])
@@ -132,7 +132,8 @@ def test_a_verified_plan_is_never_drawn_above_its_arena(request, name, room):
     plan = make_plan(graph, memory=memory, cyclic=True)
     verify(graph, plan)
     used = occupancy(plan, serial_run(plan))
-    top = max(slot.addr + slot.size for slot in plan.slots.values())
+    size = {(v.id, k): each for v in plan.vertices for k, each in enumerate(v.sizes)}
+    top = max(slot.offset + size[ref] for ref, slot in plan.slots.items() if slot.space != HOST)
     assert 0 < max(used.total) <= top <= memory
 
 

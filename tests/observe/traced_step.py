@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from disco_accel.graph.memgraph import MemGraph, Slot
-from disco_accel.graph.taskgraph import Device, Vertex, VertexKind
+from disco_accel.graph.spaces import HOST, Space, SpaceKind
+from disco_accel.graph.taskgraph import Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN
 
 W0, W1, A, L, B, C, SAVE, BACK, LOSS = range(9)
@@ -30,23 +31,25 @@ def plan() -> MemGraph:
         Vertex(W0, k.INPUT, 0, op="w0", sizes=(256,), traits=FROZEN),
         Vertex(W1, k.INPUT, 0, op="w1", sizes=(512,), traits=FROZEN),
         Vertex(A, k.KERNEL, 0, op="aten::mm", inputs=((W0, 0),), sizes=(256,)),
-        Vertex(SAVE, k.OFFLOAD, 0, inputs=((A, 0),), sizes=(256,)),
-        Vertex(L, k.RELOAD, 0, inputs=((W1, 0),), sizes=(512,)),
+        Vertex(SAVE, k.COPY, HOST, inputs=((A, 0),), sizes=(256,), source=0),
+        Vertex(L, k.COPY, 0, inputs=((W1, 0),), sizes=(512,)),
         Vertex(B, k.KERNEL, 0, op="aten::mul", inputs=((L, 0),), sizes=(512,)),
-        Vertex(BACK, k.RELOAD, 0, inputs=((SAVE, 0),), sizes=(256,)),
+        Vertex(BACK, k.COPY, 0, inputs=((SAVE, 0),), sizes=(256,)),
         Vertex(C, k.KERNEL, 0, op="aten::add_", inputs=((B, 0), (BACK, 0)), sizes=(512,), inplace=((0, 0),)),
         Vertex(LOSS, k.KERNEL, 0, op="aten::sum", inputs=((C, 0),), sizes=(256,), out=True, keep=True),
     )
     slots = {
-        (W0, 0): Slot(0, 0, 256),
-        (A, 0): Slot(0, 256, 256),
-        (L, 0): Slot(0, 512, 512),
-        (B, 0): Slot(0, 1024, 512),
-        (BACK, 0): Slot(0, 256, 256),
-        (C, 0): Slot(0, 1024, 512),
-        (LOSS, 0): Slot(0, 512, 256),
+        (W0, 0): Slot(0, 0),
+        (A, 0): Slot(0, 256),
+        (L, 0): Slot(0, 512),
+        (B, 0): Slot(0, 1024),
+        (BACK, 0): Slot(0, 256),
+        (C, 0): Slot(0, 1024),
+        (LOSS, 0): Slot(0, 512),
+        (SAVE, 0): Slot(HOST, 0),
     }
-    return MemGraph("small", (Device(0, 2048),), vertices, slots, (), (), {SAVE: 0}, 256, cyclic=True)
+    spaces = (Space(0, 2048), Space(HOST, 256, 1, SpaceKind.HOST))
+    return MemGraph("small", spaces, vertices, slots, (), (), cyclic=True)
 
 
 def events() -> list[Event]:

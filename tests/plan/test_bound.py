@@ -10,19 +10,21 @@ import pytest
 from benchmarks.planner.bound_hunt import PARTS, trials
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.carried_values import taskgraph_of
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.copies import swaps_in
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST, Space
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import BROUGHT, FROZEN, LATE
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound.device_facts import DeviceFacts
 from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.bound.ordered_starts import Precedence
 from disco_accel.plan.bound.step_program import StepProgram
-from disco_accel.plan.summary import copied_bytes
+from disco_accel.plan.summary import swapped_bytes
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_working_sets
 from tests.support.oracles.naive_schedules import random_chain, shortest_step
 
-MACHINE = Machine(h2d=Link(1000.0, 0.0), d2h=Link(1000.0, 0.0))
+MACHINE = Machine(links={TO_DEVICE: Link(1000.0, 0.0), TO_HOST: Link(1000.0, 0.0)})
 
 
 def ring(weights: int, memory: int, seconds: float) -> TaskGraph:
@@ -31,7 +33,7 @@ def ring(weights: int, memory: int, seconds: float) -> TaskGraph:
     for i in range(weights):
         before = ((weights + i - 1, 0),) if i else ()
         vertices.append(Vertex(weights + i, VertexKind.KERNEL, 0, "k", ((i, 0), *before), (0,), seconds))
-    return TaskGraph("ring", (Device(0, memory, 1),), tuple(vertices))
+    return TaskGraph("ring", (Space(0, memory, 1),), tuple(vertices))
 
 
 def test_a_ring_of_weights_loads_what_does_not_fit() -> None:
@@ -48,7 +50,7 @@ def test_a_ring_of_weights_loads_what_does_not_fit() -> None:
 def test_what_follows_the_gate_takes_turns_behind_all_that_comes_before() -> None:
     """Two seconds elsewhere before the loss's kernel, of one second, and two of one second each behind the gate: no
     chain is longer than four, no device busy for longer than three."""
-    quiet, busy = Device(0, 1000, 1), Device(1, 1000, 1)
+    quiet, busy = Space(0, 1000, 1), Space(1, 1000, 1)
     vertices = (
         Vertex(0, VertexKind.KERNEL, 1, "update", (), (0,), 2.0),
         Vertex(1, VertexKind.KERNEL, 0, "loss", (), (0,), 1.0, after=(0,), out=True),
@@ -78,21 +80,21 @@ def test_no_plan_of_a_random_graph_beats_the_bound(planner: str) -> None:
     for seed in range(120):
         rng = random.Random(seed)
         graph = with_working_sets(random_taskgraph(rng, Shape(devices=1, keep=0.0)), rng.choice((1.2, 1.5, 2.0)))
-        machine = Machine(h2d=Link(1e7, 1e-6), d2h=Link(1e7, 1e-6))
+        machine = Machine(links={TO_DEVICE: Link(1e7, 1e-6), TO_HOST: Link(1e7, 1e-6)})
         try:
             plan = make_plan(graph, cyclic=True, planner=planner, machine=machine)
         except BudgetTooSmall:
             continue
         bound = bound_of(taskgraph_of(plan), machine)
         judged += bound.lp_reload_bytes > 0
-        assert copied_bytes(plan, VertexKind.RELOAD) >= bound.lp_reload_bytes - 1
+        assert swapped_bytes(plan, swaps_in) >= bound.lp_reload_bytes - 1
         assert simulate(plan, machine).makespan >= max(bound.link, bound.critical_path) * (1 - 1e-9)
     assert judged > 10
 
 
 def test_no_schedule_of_a_small_chain_beats_the_bound() -> None:
     """All schedules are tried. The bound is theirs for many chains, for some by the program over time alone."""
-    machine = Machine(h2d=Link(1.0, 0.0), d2h=Link(1.0, 0.0))
+    machine = Machine(links={TO_DEVICE: Link(1.0, 0.0), TO_HOST: Link(1.0, 0.0)})
     equal = by_phases = 0
     for seed in range(24):
         chain = random_chain(random.Random(seed))
@@ -110,7 +112,7 @@ def test_small_values_count() -> None:
     kernels = [Vertex(101, VertexKind.KERNEL, 0, "k", ((100, 0),), (0,), 0.5)]
     for i in range(100):
         kernels.append(Vertex(102 + i, VertexKind.KERNEL, 0, "k", ((i, 0), (101 + i, 0)), (0,), 0.0))
-    graph = TaskGraph("small", (Device(0, 1_000_000, 1),), (*small, large, *kernels))
+    graph = TaskGraph("small", (Space(0, 1_000_000, 1),), (*small, large, *kernels))
     assert bound_of(graph, MACHINE).lp_reload_bytes == pytest.approx(10_000, rel=0.03)
 
 
@@ -121,8 +123,8 @@ def test_a_large_kernel_is_a_mark_beside_a_larger_one() -> None:
     kernels = [Vertex(1000, VertexKind.KERNEL, 0, "k", ((0, 0),), (0,), 0.4)]
     for i in range(1, 1000):
         kernels.append(Vertex(1000 + i, VertexKind.KERNEL, 0, "k", ((i, 0), (999 + i, 0)), (0,), 0.4))
-    graph = TaskGraph("pair", (Device(0, 1_000_000, 1),), (*inputs, *kernels))
-    facts, precedence = DeviceFacts(graph, MACHINE, 0, 1_000_000), Precedence.of(graph, MACHINE, frozenset())
+    graph = TaskGraph("pair", (Space(0, 1_000_000, 1),), (*inputs, *kernels))
+    facts, precedence = DeviceFacts(graph, MACHINE, 0, 1_000_000), Precedence.of(graph, MACHINE)
     few, all_of_them = (StepProgram(facts, precedence, most).seconds() for most in (16, 5000))
     assert few > 2000 and few == pytest.approx(all_of_them, rel=0.01)
 

@@ -17,6 +17,7 @@ import pytest
 
 from disco_accel.graph.files import read_memgraph, read_taskgraph
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.spaces import TO_DEVICE
 from disco_accel.graph.taskgraph import EnumArg, OpCall, TaskGraph
 from disco_accel.plan import Machine, make_plan
 from disco_accel.plan import plan_cache as module
@@ -38,7 +39,7 @@ def key_of(graph: TaskGraph, **changes: object) -> str:
 @pytest.fixture(scope="module")
 def graph() -> TaskGraph:
     found = read_taskgraph(GRAPHS / "chain8.taskgraph.json")
-    return replace(found, devices=tuple(replace(d, memory=found_memory(found)) for d in found.devices))
+    return replace(found, spaces=tuple(replace(d, memory=found_memory(found)) for d in found.devices))
 
 
 def found_memory(graph: TaskGraph) -> int:
@@ -91,8 +92,8 @@ def test_durations_are_no_part_of_the_fingerprint_and_all_else_is(graph: TaskGra
     different = [
         key_of(replace(graph, vertices=(replace(first, sizes=(first.sizes[0] + 256,)), *others))),
         key_of(replace(graph, vertices=(replace(first, op="other"), *others))),
-        key_of(replace(graph, devices=tuple(replace(d, memory=d.memory + 256) for d in graph.devices))),
-        key_of(replace(graph, devices=tuple(replace(d, alignment=512) for d in graph.devices))),
+        key_of(replace(graph, spaces=tuple(replace(d, memory=d.memory + 256) for d in graph.devices))),
+        key_of(replace(graph, spaces=tuple(replace(d, alignment=512) for d in graph.devices))),
         key_of(replace(graph, ops={0: call})),
         key_of(replace(graph, ops={0: replace(call, args=(EnumArg("dtype", "bfloat16"),))})),
         key_of(graph, planner="timed"),
@@ -100,7 +101,7 @@ def test_durations_are_no_part_of_the_fingerprint_and_all_else_is(graph: TaskGra
         key_of(graph, plan_seconds=5.0),
         key_of(graph, plan_seconds=0.0),
         key_of(graph, cyclic=False),
-        key_of(graph, machine=Machine(h2d=Link(1e9, 0.0))),
+        key_of(graph, machine=Machine(links={TO_DEVICE: Link(1e9, 0.0)})),
         key_of(graph, environment=ENVIRONMENT | {"torch": "2.14.0"}),
     ]
     assert len({key, *different}) == 1 + len(different)
@@ -147,12 +148,12 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "without key": _edited(lambda d: d.pop("plan_cache")),
     "a list": lambda p: p.write_text("[]"),
     "no memory edges": _edited(lambda d: d["edges"].update(memory=[])),  # type: ignore[attr-defined]
-    "everything at 0": _edited(lambda d: [v.update(addr=0) for v in d["vertices"] if v.get("addr")]),  # type: ignore[attr-defined]
+    "everything at 0": _edited(lambda d: [v.update(offset=0) for v in d["vertices"] if v.get("offset")]),  # type: ignore[attr-defined]
     "a vertex less": _edited(lambda d: d["vertices"].pop()),  # type: ignore[attr-defined]
-    "other device": _edited(lambda d: d["devices"][0].update(memory=1 << 40)),  # type: ignore[index]
-    "a large device": _edited(lambda d: d["devices"][0].update(memory=1 << 60)),  # type: ignore[index]
-    "a weaker alignment": _edited(lambda d: d["devices"][0].update(alignment=1)),  # type: ignore[index]
-    "greedy on the host": _edited(lambda d: d["host"].update(memory=1 << 50)),  # type: ignore[attr-defined]
+    "other device": _edited(lambda d: d["spaces"][0].update(memory=1 << 40)),  # type: ignore[index]
+    "a large device": _edited(lambda d: d["spaces"][0].update(memory=1 << 60)),  # type: ignore[index]
+    "a weaker alignment": _edited(lambda d: d["spaces"][0].update(alignment=1)),  # type: ignore[index]
+    "greedy on the host": _edited(lambda d: d["spaces"][-1].update(memory=1 << 50)),  # type: ignore[index]
     "not cyclic": _edited(lambda d: d.pop("cyclic")),
     "writable by all": lambda p: p.chmod(0o666),
     "a link": _linked,

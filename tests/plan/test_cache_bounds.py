@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from disco_accel.graph.copies import swaps_out
 from disco_accel.graph.files import read_taskgraph
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.spaces import HOST
+from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan import make_plan
 from disco_accel.plan import plan_cache as module
 from disco_accel.plan.plan_cache import PlanCache
@@ -32,13 +34,13 @@ FLIPS = int(os.environ.get("DISCO_BIT_FLIPS", "1500"))
 def graph() -> TaskGraph:
     """So small a device that values must leave it."""
     toy = read_taskgraph(GRAPHS / "toy.taskgraph.json")
-    return replace(toy, devices=tuple(replace(d, memory=1024) for d in toy.devices))
+    return replace(toy, spaces=tuple(replace(d, memory=1024) for d in toy.devices))
 
 
 @pytest.fixture(scope="module")
 def plan(graph: TaskGraph) -> MemGraph:
     made = make_plan(graph, cyclic=True)
-    assert any(v.kind is VertexKind.OFFLOAD for v in made.vertices)
+    assert any(swaps_out(v) for v in made.vertices)
     return made
 
 
@@ -49,26 +51,31 @@ def file(tmp_path: Path, plan: MemGraph, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path / "plans" / f"{KEY}.json"
 
 
-def _offload(data: dict[str, Any], **changes: int) -> None:
-    next(v for v in data["vertices"] if v["kind"] == "offload").update(changes)
+def _host(data: dict[str, Any]) -> dict[str, Any]:
+    return next(space for space in data["spaces"] if space["id"] == HOST)
+
+
+def _offloads(data: dict[str, Any]) -> list[dict[str, Any]]:
+    return [v for v in data["vertices"] if v["space"] == HOST]
 
 
 def _end(data: dict[str, Any]) -> int:
-    return max(v["host_offset"] + v["size"] for v in data["vertices"] if v["kind"] == "offload")
+    return max(v["offset"] + v["size"] for v in _offloads(data))
 
 
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "memory 0": lambda d: d["host"].update(memory=0),
-    "memory missing": lambda d: d["host"].pop("memory"),
-    "host missing": lambda d: d.pop("host"),
-    "memory negative": lambda d: d["host"].update(memory=-256),
-    "memory one byte short": lambda d: d["host"].update(memory=_end(d) - 1),
-    "memory 0 and an absolute address": lambda d: (d["host"].update(memory=0), _offload(d, host_offset=1 << 46)),
-    "alignment 0": lambda d: d["host"].update(alignment=0),
-    "an offload far away": lambda d: _offload(d, host_offset=1 << 46),
-    "an offload whose end overflows": lambda d: _offload(d, host_offset=(1 << 62) - 256),
-    "an offset of 65 bits": lambda d: _offload(d, host_offset=1 << 64),
-    "an offload before the arena": lambda d: _offload(d, host_offset=-256),
+    "memory 0": lambda d: _host(d).update(memory=0),
+    "memory missing": lambda d: _host(d).pop("memory"),
+    "host missing": lambda d: d["spaces"].remove(_host(d)),
+    "memory negative": lambda d: _host(d).update(memory=-256),
+    "memory one byte short": lambda d: _host(d).update(memory=_end(d) - 1),
+    "memory 0 and an absolute address": lambda d: (_host(d).update(memory=0), _offloads(d)[0].update(offset=1 << 46)),
+    "alignment 0": lambda d: _host(d).update(alignment=0),
+    "an offload without an offset": lambda d: _offloads(d)[0].pop("offset"),
+    "an offload far away": lambda d: _offloads(d)[0].update(offset=1 << 46),
+    "an offload whose end overflows": lambda d: _offloads(d)[0].update(offset=(1 << 62) - 256),
+    "an offset of 65 bits": lambda d: _offloads(d)[0].update(offset=1 << 64),
+    "an offload before the arena": lambda d: _offloads(d)[0].update(offset=-256),
 }
 
 
@@ -106,8 +113,7 @@ def test_whatever_bit_flips_the_plan_is_refused_or_safe(
             taken.add(repr(got))
             verify(graph, got)
             run_reference(graph, got, seed=bit)
-            assert got.devices == graph.devices and 0 < got.host_memory <= plan.host_memory + 2 * 256
-            for offload, offset in got.host_offsets.items():
-                size = next(v.sizes[0] for v in got.vertices if v.id == offload)
-                assert 0 <= offset <= got.host_memory - size
+            assert got.devices == graph.devices and 0 < got.host.memory <= plan.host.memory + 2 * 256
+            sizes = {(v.id, 0): v.sizes[0] for v in got.vertices if swaps_out(v)}
+            assert all(0 <= got.slots[offload].offset <= got.host.memory - size for offload, size in sizes.items())
     assert refused > min(FLIPS, len(bits)) / 4 and len(taken) > 1

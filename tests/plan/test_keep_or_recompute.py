@@ -13,9 +13,11 @@ import torch
 
 from disco_accel.capture.step import capture_step
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.copies import swaps_out
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass
-from disco_accel.graph.taskgraph import Device, TaskGraph, VertexKind, with_memory
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST, Space
+from disco_accel.graph.taskgraph import TaskGraph, with_memory
 from disco_accel.graph.value_numbering import clones, graph_of_plan, kept, left_out
 from disco_accel.native.backend import backend_of_kind
 from disco_accel.plan import Machine, make_plan
@@ -27,7 +29,7 @@ from disco_accel.simulate.simulator import Link, simulate
 from disco_accel.verify.static import verify
 from tests.support.packed_linear import PackedLayers
 
-MACHINE = Machine(h2d=Link(2.5e10, 1e-6), d2h=Link(2.5e10, 1e-6))
+MACHINE = Machine(links={TO_DEVICE: Link(2.5e10, 1e-6), TO_HOST: Link(2.5e10, 1e-6)})
 SPEED = replace(backend_of_kind("cuda").speed, half=2e13, memory=1e11, kernel=1e-6)
 
 
@@ -68,7 +70,7 @@ def test_more_memory_keeps_more_and_is_never_slower() -> None:
     least, found = needed(graph), clones(graph)
     steps, counts = [], []
     for memory in (least, int(1.6 * least), 2 * least, 4 * least, 100 * least):
-        sized, applied = replace(graph, devices=(Device(0, memory // 256 * 256),)), list[AppliedPass]()
+        sized, applied = replace(graph, spaces=(Space(0, memory // 256 * 256),)), list[AppliedPass]()
         alone, together = SearchWork(), SearchWork()
         without_choice = made(sized, alone, None)
         plan = decide(sized, made, MACHINE, together, applied)
@@ -80,7 +82,7 @@ def test_more_memory_keeps_more_and_is_never_slower() -> None:
         steps.append(simulate(plan, MACHINE).makespan)
         counts.append(len(out))
         assert steps[-1] <= simulate(without_choice, MACHINE).makespan
-        assert not any(v.kind is VertexKind.OFFLOAD and v.inputs[0][0] in kept(out) for v in plan.vertices)
+        assert not any(swaps_out(v) and v.inputs[0][0] in kept(out) for v in plan.vertices)
         (row,) = [each for each in applied if each.name == "keep dequantised"]
         assert row.changed.get("removed", 0) == len(sized.vertices) - len(planned.vertices)
     assert all(after <= 13 / 12 * before for before, after in pairwise(steps)), steps

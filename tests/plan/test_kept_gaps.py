@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from disco_accel.errors import PlanError
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST, Space
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import SearchWork
@@ -25,7 +26,7 @@ from tests.support.oracles.adversary import run_reference
 from tests.support.plans.renewed_plans import RENEWED_SHAPES
 from tests.support.plans.state_plans import TIMED_SHAPES
 
-MACHINE = Machine(h2d=Link(1e9, 0.0), d2h=Link(1e9, 0.0))
+MACHINE = Machine(links={TO_DEVICE: Link(1e9, 0.0), TO_HOST: Link(1e9, 0.0)})
 
 
 def dip() -> TaskGraph:
@@ -36,7 +37,7 @@ def dip() -> TaskGraph:
         reads = before if weight is None else ((weight, 0), *before)
         size = 5000 if weight is None else 10
         vertices.append(Vertex(10 + i, VertexKind.KERNEL, 0, "k", reads, (size,), 1e-6))
-    return TaskGraph("dip", (Device(0, 8000, 1),), tuple(vertices))
+    return TaskGraph("dip", (Space(0, 8000, 1),), tuple(vertices))
 
 
 def left_over(requirements: StepRequirements, memory: int, kept: dict[int, frozenset[int]]) -> list[int]:
@@ -93,7 +94,7 @@ def test_several_devices_have_no_program() -> None:
         Vertex(0, VertexKind.KERNEL, 0, "k", (), (8,), 1.0),
         Vertex(1, VertexKind.KERNEL, 1, "k", (), (8,), 1.0),
     )
-    graph = TaskGraph("two", (Device(0, 100, 1), Device(1, 100, 1)), vertices)
+    graph = TaskGraph("two", (Space(0, 100, 1), Space(1, 100, 1)), vertices)
     assert kept_gaps(requirements_of(graph, MACHINE, None), MACHINE, 100) is None
 
 

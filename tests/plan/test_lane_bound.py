@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from disco_accel.graph.check import check_taskgraph, dependencies
-from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import BETWEEN_DEVICES, Space
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import LATE
 from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate
 from disco_accel.plan.bound.lane_bound import lane_bound
@@ -17,7 +18,7 @@ from disco_accel.plan.bound.lane_times import heads, least_span, near_heads
 from disco_accel.simulate.machine import Link, Machine
 from tests.support.graphs.strategies import Shape, random_taskgraph
 
-INPUT, KERNEL, TRANSFER = VertexKind.INPUT, VertexKind.KERNEL, VertexKind.TRANSFER
+INPUT, KERNEL, COPY = VertexKind
 
 
 class Schedules:
@@ -25,7 +26,6 @@ class Schedules:
     second at which all that it waits for has ended and its lane has a place."""
 
     def __init__(self, graph: TaskGraph, machine: Machine) -> None:
-        device = {v.id: v.device for v in graph.vertices}
         late = {v.id for v in graph.vertices if arrives_at_gate(v)}
         outs = {v.id for v in graph.vertices if handed_out_at_gate(v) and v.kind is not INPUT}
         self.work = [v for v in graph.vertices if v.kind is not INPUT]
@@ -34,9 +34,9 @@ class Schedules:
         for v in self.work:
             if late & set(dependencies(v)):
                 self.before[v.id] |= outs
-        source = {v.id: device[v.inputs[0][0]] if v.inputs else v.device for v in self.work}
-        self.seconds = {v.id: machine.seconds(v, None, source[v.id]) for v in self.work}
-        self.lane = {v.id: machine.lane(v.kind, v.device, source[v.id]) for v in self.work}
+        lanes = machine.lanes(graph.spaces)
+        self.seconds = {v.id: lanes.seconds(v) for v in self.work}
+        self.lane = {v.id: lanes.name(v) for v in self.work}
         self.width = {self.lane[v.id]: machine.compute_streams if v.kind is KERNEL else 1 for v in self.work}
 
     def length(self, order: Sequence[int]) -> float:
@@ -72,7 +72,7 @@ class Schedules:
 def a_machine(rng: random.Random) -> Machine:
     scope = rng.choice(("device", "device", "pair", "shared"))
     link = Link(rng.choice((1e7, 1e8, 1e9)), rng.choice((0.0, 1e-6)), scope)
-    return Machine(compute_streams=rng.choice((1, 1, 2)), p2p=link)
+    return Machine(compute_streams=rng.choice((1, 1, 2)), links={BETWEEN_DEVICES: link})
 
 
 def with_durations(rng: random.Random, graph: TaskGraph) -> TaskGraph:
@@ -104,7 +104,7 @@ def exchanges(rng: random.Random) -> TaskGraph:
             for other in range(devices):
                 part = add(KERNEL, d, [result]) if sliced else result
                 if rng.random() < 0.9:
-                    sent[other].append(part if other == d else add(TRANSFER, other, [part], sizes=(0,)))
+                    sent[other].append(part if other == d else add(COPY, other, [part], sizes=(0,), source=d))
         reads = sent
     sizes = {v.id: 1000 for v in vertices}
     made = [replace(v, sizes=(sizes[v.id],)) if v.kind is not INPUT else v for v in vertices]
@@ -115,7 +115,7 @@ def exchanges(rng: random.Random) -> TaskGraph:
     if ways:
         out = rng.choice(ways)
         made[out] = replace(made[out], out=True)
-    return check_taskgraph(TaskGraph("exchanges", tuple(Device(d, 1 << 40) for d in range(devices)), tuple(made)))
+    return check_taskgraph(TaskGraph("exchanges", tuple(Space(d, 1 << 40) for d in range(devices)), tuple(made)))
 
 
 def test_no_schedule_is_shorter_than_the_bound() -> None:
@@ -154,15 +154,15 @@ def kernel(number: int, device: int, reads: Sequence[int] = (), seconds: float =
     return Vertex(number, KERNEL, device, "f", tuple((each, 0) for each in reads), (size,), seconds)
 
 
-def sent(number: int, device: int, source: int, size: int = 0) -> Vertex:
-    return Vertex(number, TRANSFER, device, "send", ((source, 0),), (size,))
+def sent(number: int, source: int, device: int, value: int, size: int = 0) -> Vertex:
+    return Vertex(number, COPY, device, "send", ((value, 0),), (size,), source=source)
 
 
 def on_devices(count: int, *vertices: Vertex) -> TaskGraph:
-    return TaskGraph("by hand", tuple(Device(d, 1 << 40) for d in range(count)), vertices)
+    return TaskGraph("by hand", tuple(Space(d, 1 << 40) for d in range(count)), vertices)
 
 
-SLOW = Machine(p2p=Link(1000.0, 0.0))
+SLOW = Machine(links={BETWEEN_DEVICES: Link(1000.0, 0.0)})
 """A second for 1000 bytes."""
 
 
@@ -171,7 +171,7 @@ def test_what_does_not_lead_to_the_gate_does_not_hold_it_up() -> None:
     takes a second of the link: one after the other that would be two."""
     late = Vertex(6, INPUT, 0, "tangent", sizes=(1000,), traits=LATE)
     loss = [replace(kernel(i, 0, [i - 1] if i else []), out=i == 3) for i in range(4)]
-    work = [kernel(4, 0, (), 1.0), kernel(5, 1, (), 1.0), sent(7, 1, 4), sent(8, 0, 5), sent(9, 1, 6, 1000)]
+    work = [kernel(4, 0, (), 1.0), kernel(5, 1, (), 1.0), sent(7, 0, 1, 4), sent(8, 1, 0, 5), sent(9, 0, 1, 6, 1000)]
     graph = on_devices(2, late, *loss, *work)
     schedules = Schedules(graph, SLOW)
     assert min(map(schedules.length, schedules.orders())) == pytest.approx(1.0)
@@ -184,7 +184,7 @@ def test_branches_of_one_device_come_one_after_the_other_before_what_joins_them(
     vertices = []
     for device in range(2):
         first = 20 * device
-        fork = sent(first, device, 7) if device else kernel(first, device, (), 1.0)
+        fork = sent(first, 0, device, 7) if device else kernel(first, device, (), 1.0)
         branches = [(first + 2 * b + 1, first + 2 * b + 2) for b in range(3)]
         made = [kernel(i, device, [r], 1.0) for a, b in branches for i, r in ((a, first), (b, a))]
         vertices += [fork, *made, kernel(first + 7, device, [b for _, b in branches], 1.0)]
@@ -199,7 +199,7 @@ def test_slices_of_one_result_leave_one_after_the_other() -> None:
             number = 10 + 10 * d + 2 * other
             vertices.append(kernel(number, d, [d], 0.0, 1000))
             if other != d:
-                vertices.append(sent(number + 1, other, number, 1000))
+                vertices.append(sent(number + 1, d, other, number, 1000))
     for d in range(4):
         vertices.append(kernel(60 + d, d, [10 + 10 * other + 2 * d + (other != d) for other in range(4)]))
     assert lane_bound(on_devices(4, *vertices), SLOW) == pytest.approx(4.0)

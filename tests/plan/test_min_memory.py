@@ -12,7 +12,7 @@ import pytest
 from disco_accel.cli.main import main
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import write_taskgraph
-from disco_accel.graph.taskgraph import with_at_least, with_memory
+from disco_accel.graph.taskgraph import TaskGraph, with_at_least, with_memory
 from disco_accel.plan import make_plan
 from disco_accel.plan.buildmemgraph import min_memory as needed_module
 from disco_accel.plan.buildmemgraph.min_memory import bisect, bisect_down, working_set
@@ -46,7 +46,7 @@ def refusals(planner: str, seeds: range) -> Iterator[None]:
             if short:
                 # The others need no more than they have.
                 raised = (replace(d, memory=error.needed) if d in short else d for d in graph.devices)
-                enough = replace(graph, devices=tuple(raised))
+                enough = replace(graph, spaces=tuple(raised))
                 verify(enough, make_plan(enough, planner=planner, cyclic=cyclic))
                 assert f"device{'s' * (len(short) > 1)} {short[0].id}" in error.what
             yield
@@ -76,7 +76,7 @@ def test_no_plan_exists_below_the_working_set() -> None:
     ids=["lora", "tensor parallel"],
 )
 def test_layered_graphs_need_little_more_than_their_largest_vertex(
-    graph: needed_module.TaskGraph, monkeypatch: pytest.MonkeyPatch
+    graph: TaskGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the search for it takes walks by the hundred at most, most of them short."""
     walks = 0

@@ -13,7 +13,8 @@ from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.passes import AppliedPass
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN
 from disco_accel.graph.values import overwrites
 from disco_accel.plan import make_plan
@@ -43,7 +44,7 @@ def _kernel(id: int, *inputs: int, size: int = 256) -> Vertex:
 
 def _graph(*vertices: Vertex) -> TaskGraph:
     source = Vertex(0, VertexKind.INPUT, 0, "x", (), (256,), traits=FOREIGN)
-    return TaskGraph("g", (Device(0, 1 << 20),), (source, *vertices))
+    return TaskGraph("g", (Space(0, 1 << 20),), (source, *vertices))
 
 
 def started_order(graph: TaskGraph) -> TaskGraph:
@@ -103,10 +104,10 @@ def test_plans_in_another_order_hold_for_the_graph_as_it_was() -> None:
 
 def test_who_writes_in_place_starts_behind_readers_that_wait_for_another_device() -> None:
     """4 could start at once; 3, which reads what 4 overwrites, waits for the slow 5 of another device."""
-    slow = replace(_kernel(5), device=1, duration=1.0)
-    moved = Vertex(6, VertexKind.TRANSFER, 0, "send", ((5, 0),), (256,))
+    slow = replace(_kernel(5), space=1, duration=1.0)
+    moved = Vertex(6, VertexKind.COPY, 0, "send", ((5, 0),), (256,), source=1)
     graph = _graph(_kernel(1, 0), slow, moved, _kernel(3, 1, 6), replace(_kernel(4, 1), inplace=((0, 0),)))
-    graph = replace(graph, devices=(Device(0, 1 << 20), Device(1, 1 << 20)))
+    graph = replace(graph, spaces=(Space(0, 1 << 20), Space(1, 1 << 20)))
     order = [vertex.id for vertex in started_order(graph).vertices]
     assert order.index(3) < order.index(4)
     plan = make_plan(graph, planner="timed", cyclic=True)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
@@ -14,7 +15,7 @@ from disco_accel.plan.bound.lane_bound import lane_bound
 from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.common.order_choices import OrderChoices
 from disco_accel.plan.common.streamed_run import streamed_starts
-from disco_accel.plan.summary import copied_bytes
+from disco_accel.plan.summary import swapped_bytes
 from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.verify.static import verify
 from tests.support.graphs.pipeline_graph import PipelineShape, pipeline_graph
@@ -45,7 +46,7 @@ def test_with_memory_for_all_weights_a_pipeline_comes_to_its_ideal(stages: int, 
     plan = planned(graph)
     assert simulate(plan).makespan <= 1.005 * shape.ideal
     assert simulate(plan, steps=3).makespan <= 3 * 1.005 * shape.ideal
-    assert not copied_bytes(plan, VertexKind.RELOAD)
+    assert not swapped_bytes(plan, swaps_in)
     assert bound_of(graph).bound == pytest.approx(shape.ideal, rel=1e-3), "and nothing is faster"
 
 
@@ -54,7 +55,7 @@ def test_with_memory_for_half_of_them_a_fast_link_hides_the_loads(stages: int, p
     shape = PipelineShape(stages, parts)
     graph = pipeline_graph(shape, memory(shape, 0.5))
     plan = planned(graph)
-    assert copied_bytes(plan, VertexKind.RELOAD)
+    assert swapped_bytes(plan, swaps_in)
     assert simulate(plan).makespan <= 1.05 * shape.ideal
 
 
@@ -65,7 +66,7 @@ def test_where_the_link_is_slow_a_load_serves_several_parts() -> None:
     graph = pipeline_graph(shape, memory(shape, 0.5))
     plan = planned(graph)
     assert simulate(plan).makespan <= 2.0 * shape.ideal
-    loads = copied_bytes(plan, VertexKind.RELOAD) / (shape.stages * shape.layers * shape.weight)
+    loads = swapped_bytes(plan, swaps_in) / (shape.stages * shape.layers * shape.weight)
     assert loads <= 8, "of every weight; one for each part and pass would be 32"
 
 

@@ -12,18 +12,17 @@ from benchmarks.planner.chain import chain_of
 from disco_accel.cli.main import main
 from disco_accel.errors import BudgetTooSmall, ConfigError, GraphFileError, PlanError
 from disco_accel.graph.check import check_taskgraph
-from disco_accel.graph.convert import plan_in_buffers
-from disco_accel.graph.convert_graphs import graph_in_values
+from disco_accel.graph.copies import swaps, swaps_in
 from disco_accel.graph.files import (
     fingerprint,
     read_memgraph,
     read_taskgraph,
-    version_needed,
     write_memgraph,
     write_taskgraph,
 )
 from disco_accel.graph.memgraph import MemGraph, Slot
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind, with_at_least
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST, Space, SpaceKind
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind, with_at_least
 from disco_accel.graph.traits import FROZEN, STATE
 from disco_accel.observe.timeline import stays
 from disco_accel.plan import make_plan
@@ -36,24 +35,22 @@ from tests.observe.traced_step import Event
 from tests.support.graphs.strategies import random_taskgraph, with_room
 from tests.support.graphs.update_graph import UpdateShape, host_update_graph
 from tests.support.oracles.adversary import run_reference
-from tests.support.oracles.buffers import verify_buffers
 from tests.support.plans.home_plans import HOME_SHAPES, has_home_writes
 
-INPUT, KERNEL, TRANSFER, OFFLOAD, RELOAD = VertexKind
-MACHINES = (Machine(), Machine(h2d=Link(2e9, 0.0), d2h=Link(2e9, 0.0)), Machine(compute_streams=2))
-FAST = Machine(h2d=Link(2e11, 0.0), d2h=Link(2e11, 0.0))
-HOST = Device(1, 1 << 20, host=True)
+INPUT, KERNEL, COPY = VertexKind
+MACHINES = (Machine(), Machine(links={TO_DEVICE: Link(2e9, 0.0), TO_HOST: Link(2e9, 0.0)}), Machine(compute_streams=2))
+FAST = Machine(links={TO_DEVICE: Link(2e11, 0.0), TO_HOST: Link(2e11, 0.0)})
+HOST = Space(1, 1 << 20, kind=SpaceKind.HOST)
 
 
 def planned(graph: TaskGraph, machine: Machine | None = None, cyclic: bool = True) -> MemGraph:
     plan = make_plan(graph, planner="timed", cyclic=cyclic, machine=machine)
     verify(graph, plan)
-    verify_buffers(graph_in_values(graph), plan_in_buffers(plan))
     return plan
 
 
 def chain(*vertices: Vertex, memory: int = 4096) -> TaskGraph:
-    return check_taskgraph(TaskGraph("chain", (Device(0, memory), HOST), vertices))
+    return check_taskgraph(TaskGraph("chain", (Space(0, memory), HOST), vertices))
 
 
 def state(number: int, device: int = 0) -> Vertex:
@@ -102,10 +99,10 @@ def test_plans_of_random_graphs_pass_and_no_bound_is_above_them() -> None:
 def test_updates_on_the_host_run_beside_the_device_in_little_memory(at_head: bool) -> None:
     graph = host_update_graph(UpdateShape(layers=6), 6 << 20, at_head=at_head)
     plan = planned(graph)
-    moments = {v.id for v in graph.vertices if v.device == 1 and v.kind is INPUT}
-    copies = [v for v in plan.vertices if v.kind in (OFFLOAD, RELOAD)]
-    assert all(slot.device == 0 for ref, slot in plan.slots.items() if ref[0] in moments or plan.slots[ref].size == 0)
-    assert not any(v.device == 1 or v.inputs[0][0] in moments for v in copies)
+    moments = {v.id for v in graph.vertices if v.space == 1 and v.kind is INPUT}
+    sizes = {(v.id, k): size for v in plan.vertices for k, size in enumerate(v.sizes)}
+    assert all(slot.space == 0 for ref, slot in plan.slots.items() if ref[0] in moments or not sizes[ref])
+    assert not any(1 in (v.space, v.source) or v.inputs[0][0] in moments for v in plan.vertices if swaps(v))
     thrice, bound = simulate(plan, Machine(), steps=3).makespan, bound_of(graph).bound
     assert 3 * bound <= thrice < 3 * 1.12 * bound
 
@@ -127,7 +124,7 @@ def test_a_kernel_on_the_host_waits_for_others_that_read_what_it_overwrites() ->
     plan = planned(chain(state(0), reader(1, (0, 0), device=1), update(3, (0, 0)), reader(4, (3, 0))))
     assert (1, 3) in plan.memory_edges
     plan = planned(chain(state(0), reader(2, (0, 0)), update(3, (0, 0))))
-    (reload,) = (v.id for v in plan.vertices if v.kind is RELOAD)
+    (reload,) = (v.id for v in plan.vertices if swaps_in(v))
     assert (reload, 3) in plan.memory_edges
 
 
@@ -162,10 +159,10 @@ def test_what_no_planner_takes_is_named(vertices: tuple[Vertex, ...], message: s
     ("vertices", "message"),
     [
         ((state(0), update(1, (0, 0)), update(2, (1, 0), 0)), r"writes .* on another device than vertex 1 does"),
-        ((state(0, 1), reader(1, (0, 0))), r"vertex 0 lives on device 1: add a transfer"),
+        ((state(0, 1), reader(1, (0, 0))), r"vertex 0 lives on device 1: add a copy"),
         (
-            (state(0), update(1, (0, 0)), Vertex(2, TRANSFER, 0, "t", ((1, 0),), (1024,))),
-            r"lies at a home.*no transfer",
+            (state(0), update(1, (0, 0)), Vertex(2, COPY, 0, "t", ((1, 0),), (1024,), source=1)),
+            r"lies at a home.*no copy",
         ),
         (
             (replace(state(0), traits=FROZEN), update(1, (0, 0))),
@@ -173,11 +170,9 @@ def test_what_no_planner_takes_is_named(vertices: tuple[Vertex, ...], message: s
         ),
     ],
 )
-def test_graphs_that_mean_nothing_are_refused_in_both_forms(vertices: tuple[Vertex, ...], message: str) -> None:
+def test_graphs_that_mean_nothing_are_refused(vertices: tuple[Vertex, ...], message: str) -> None:
     with pytest.raises(GraphFileError, match=message):
         chain(*vertices)
-    with pytest.raises(GraphFileError):
-        graph_in_values(TaskGraph("chain", (Device(0, 4096), HOST), vertices))
 
 
 def test_a_graph_needs_a_device_that_is_not_the_hosts() -> None:
@@ -201,17 +196,12 @@ def test_other_planners_name_what_they_cannot_plan() -> None:
         chain_of(graph, FAST)
 
 
-def test_files_of_version_2_have_it_and_version_1_refuses_it(tmp_path: Path) -> None:
-    """Where nothing else needs version 2."""
+def test_a_host_device_goes_through_a_file(tmp_path: Path) -> None:
     graph = chain(replace(state(0), traits=FROZEN), reader(1, (0, 0), device=1), reader(2, (0, 0)))
     plan = planned(graph)
     task, mem = tmp_path / "task.json", tmp_path / "mem.json"
-    for write in (lambda: write_taskgraph(graph, task), lambda: write_memgraph(plan, mem)):
-        with pytest.raises(GraphFileError, match=r"devices\[1\]: host: version 1 has no word .* write version 2"):
-            write()
-    assert version_needed(graph) == version_needed(plan) == 2
-    write_taskgraph(graph, task, version=2)
-    write_memgraph(plan, mem, version=2)
+    write_taskgraph(graph, task)
+    write_memgraph(plan, mem)
     assert read_taskgraph(task) == graph
     assert read_memgraph(mem).devices == plan.devices
     assert main(["verify", str(task), str(mem)]) == 0
@@ -221,20 +211,19 @@ def test_files_of_version_2_have_it_and_version_1_refuses_it(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"kernels":true', '"kernels":1', r"spaces\[1\]: kernels: expected"),
-        ('"kind":"host","bytes":1048576', '"kind":"host"', "space 1: bytes: a device's memory has a size"),
         (
-            '"kind":"host","bytes":1048576',
-            '"kind":"device","bytes":1048576',
-            "space 1: kernels: says of a space of the",
+            '"kind":"host"',
+            '"kind":"storage"',
+            r"spaces\[1\]: id: 1: kernels run in spaces from 0 on, and in no storage",
         ),
-        ('"home":2', '"home":1', r"value 0 \(w0\): home: 1 is not a space of the host or of storage where no kernels"),
-        (',"kernels":true', "", r"vertex 1 \(read\): reads: value 0 is in space 0, not 1|value 3: space: 1 is not one"),
+        ('"kind":"host","memory":1048576', '"kind":"host"', r"spaces\[1\]: memory: missing"),
+        ('"kind":"host"', '"kind":"device"', r"vertex 1 \(read\): inputs\[0\]: vertex 0 lives on device 0: add a copy"),
+        ('"op":"w0"', '"home":1,"op":"w0"', r"vertex 0 \(w0\): home: 1 is not a space .* in which no kernels run"),
     ],
 )
 def test_what_contradicts_it_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
     path = tmp_path / "task.json"
-    write_taskgraph(chain(state(0), reader(1, (0, 0), device=1), reader(2, (0, 0))), path, version=2)
+    write_taskgraph(chain(state(0), reader(1, (0, 0), device=1), reader(2, (0, 0))), path)
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
@@ -247,8 +236,8 @@ def test_plans_are_cached_and_the_host_is_part_of_the_fingerprint(tmp_path: Path
         return plan_fingerprint(graph, planner="timed", policy="auto", cyclic=True, machine=None, environment={})
 
     graph = chain(state(0), reader(1, (0, 0)), update(3, (0, 0)))
-    other = replace(graph, devices=(graph.devices[0], replace(HOST, host=False)), vertices=graph.vertices[:2])
-    same = replace(other, devices=graph.devices)
+    other = replace(graph, spaces=(graph.devices[0], replace(HOST, kind=SpaceKind.DEVICE)), vertices=graph.vertices[:2])
+    same = replace(other, spaces=graph.devices)
     assert key(other) != key(same) and fingerprint(other) != fingerprint(same)
     plan, cache = planned(graph), PlanCache(tmp_path)
     cache.store(key(graph), plan)
@@ -262,8 +251,8 @@ def test_plans_are_cached_and_the_host_is_part_of_the_fingerprint(tmp_path: Path
 
 def test_memory_given_is_that_of_devices_but_the_hosts(tmp_path: Path) -> None:
     graph = chain(state(0), replace(reader(1, (0, 0), device=1), sizes=(8192,)), reader(2, (0, 0)))
-    write_taskgraph(graph, tmp_path / "task.json", version=2)
-    assert make_plan(graph, memory=2048, planner="timed").devices == (Device(0, 2048), HOST)
+    write_taskgraph(graph, tmp_path / "task.json")
+    assert make_plan(graph, memory=2048, planner="timed").devices == (Space(0, 2048), HOST)
     assert main(["bound", str(tmp_path / "task.json"), "--memory", "2048"]) == 0
     assert bound_of(graph, memory=2048).bound > 0
 
@@ -272,8 +261,8 @@ def test_what_the_host_reads_at_home_is_not_drawn_on_the_device_for_it() -> None
     """A weight that a device reads early and the host late has left it in between; the host's arena is apart."""
     late = replace(reader(3, (0, 0), device=1), sizes=(8192,))
     graph = chain(replace(state(0), traits=FROZEN), reader(1, (0, 0)), reader(2, (1, 0)), late)
-    slots = {(0, 0): Slot(0, 0, 1024), (1, 0): Slot(0, 1024, 256), (2, 0): Slot(0, 0, 256), (3, 0): Slot(1, 0, 8192)}
-    plan = MemGraph("by hand", graph.devices, graph.vertices, slots, ((1, 2),), (), {})
+    slots = {(0, 0): Slot(0, 0), (1, 0): Slot(0, 1024), (2, 0): Slot(0, 0), (3, 0): Slot(1, 0)}
+    plan = MemGraph("by hand", graph.devices, graph.vertices, slots, ((1, 2),), ())
     verify(graph, plan)
     ends = {stay.ref: stay.end for stay in stays(plan, [Event(n, "lane", n, n, n + 1) for n in (1, 2, 3)])}
     assert ends[0, 0] == 2.0

@@ -10,22 +10,23 @@ import pytest
 
 from benchmarks.planner.chain import chain_of
 from disco_accel.errors import BudgetTooSmall, ConfigError, GraphFileError, PlanError
+from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.files import (
     fingerprint,
     read_memgraph,
     read_taskgraph,
-    version_needed,
     write_memgraph,
     write_taskgraph,
 )
 from disco_accel.graph.memgraph import MemGraph, Slot
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind, with_at_least
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST, Space
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind, with_at_least
 from disco_accel.graph.traits import FOREIGN, FROZEN, RENEWED
 from disco_accel.graph.values import outlives_step
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
-from disco_accel.plan.summary import copied_bytes, resident_bytes, staying
+from disco_accel.plan.summary import resident_bytes, staying, swapped_bytes
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.verify.static import verify
 from tests.support.graphs.lora_graph import LoraShape, lora_graph
@@ -33,7 +34,7 @@ from tests.support.graphs.strategies import random_taskgraph, with_room
 from tests.support.oracles.adversary import run_reference
 from tests.support.plans.renewed_plans import RENEWED_SHAPES, has_renewed
 
-MACHINE = Machine(h2d=Link(1000.0, 0.0), d2h=Link(1000.0, 0.0))
+MACHINE = Machine(links={TO_DEVICE: Link(1000.0, 0.0), TO_HOST: Link(1000.0, 0.0)})
 SHAPE = LoraShape(layers=6, hidden=1024, ffn=2816, vocabulary=4096, tokens=2048, flops=4e13)
 
 
@@ -45,7 +46,7 @@ def chain(renewed: int, frozen: int, memory: int, seconds: float = 2.0) -> TaskG
     for i in range(len(traits)):
         before = ((len(traits) + i - 1, 0),) if i else ()
         vertices.append(Vertex(len(traits) + i, VertexKind.KERNEL, 0, "k", ((i, 0), *before), (0,), seconds))
-    return TaskGraph("chain", (Device(0, memory, 1),), tuple(vertices))
+    return TaskGraph("chain", (Space(0, memory, 1),), tuple(vertices))
 
 
 def step_of(memory: int, every: int) -> TaskGraph:
@@ -57,7 +58,7 @@ def step_of(memory: int, every: int) -> TaskGraph:
 
 
 def loads(plan: MemGraph) -> list[int]:
-    return sorted(v.inputs[0][0] for v in plan.vertices if v.kind is VertexKind.RELOAD)
+    return sorted(v.inputs[0][0] for v in plan.vertices if swaps_in(v))
 
 
 def planned(graph: TaskGraph, machine: Machine = MACHINE, cyclic: bool = True) -> MemGraph:
@@ -78,7 +79,7 @@ def test_with_memory_for_everything_each_is_loaded_once_and_nothing_else_moves(c
     )
     assert simulate(plan, MACHINE).makespan == pytest.approx(1 + 5 * 2.0)
     assert resident_bytes(plan) == 2000 and staying(plan) == {3, 4}
-    assert copied_bytes(plan, VertexKind.RELOAD) == 3000
+    assert swapped_bytes(plan, swaps_in) == 3000
 
 
 def test_no_load_of_it_begins_before_its_step() -> None:
@@ -107,11 +108,13 @@ def test_prefetch_overlaps_with_kernels(share: float, every: int) -> None:
     graph = step_of(int(share * weights), every)
     machine = Machine()
     plan = planned(graph, machine)
-    seconds = {kind: sum(machine.seconds(v) for v in plan.vertices if v.kind is kind) for kind in VertexKind}
+    lanes = machine.lanes(plan.spaces)
+    kernels = sum(lanes.seconds(v) for v in plan.vertices if v.kind is VertexKind.KERNEL)
+    copying = sum(lanes.seconds(v) for v in plan.vertices if swaps_in(v))
     once, twice = (simulate(plan, machine, steps=steps).makespan for steps in (1, 2))
     bound = bound_of(graph, machine).bound
     assert bound <= twice - once + 1e-9 and once < 1.03 * bound
-    assert once - seconds[VertexKind.KERNEL] < 0.15 * seconds[VertexKind.RELOAD]
+    assert once - kernels < 0.15 * copying
 
 
 def test_the_bound_of_renewed_weights_can_be_worked_out_by_hand() -> None:
@@ -204,22 +207,18 @@ def test_a_reload_that_nobody_reads_ends_before_the_host_renews() -> None:
     """It is no kernel and no transfer, for which the next step waits in any case."""
     graph = chain(1, 0, 4000, seconds=0.25)
     plan = planned(graph)
-    copy = Vertex(9, VertexKind.RELOAD, 0, inputs=((0, 0),), sizes=(1000,))
-    more = replace(plan, vertices=(*plan.vertices, copy), slots={**plan.slots, (9, 0): Slot(0, 2000, 1000)})
+    copy = Vertex(9, VertexKind.COPY, 0, inputs=((0, 0),), sizes=(1000,))
+    more = replace(plan, vertices=(*plan.vertices, copy), slots={**plan.slots, (9, 0): Slot(0, 2000)})
     verify(graph, more)
     assert simulate(more, MACHINE, steps=2).makespan == pytest.approx(4.0)
 
 
-def test_files_of_version_2_have_it_and_version_1_refuses_it(tmp_path: Path) -> None:
+def test_it_goes_through_a_file(tmp_path: Path) -> None:
     graph = chain(2, 2, 3000)
     plan = planned(graph)
     task, mem = tmp_path / "task.json", tmp_path / "mem.json"
-    for write in (lambda: write_taskgraph(graph, task), lambda: write_memgraph(plan, mem)):
-        with pytest.raises(GraphFileError, match=r"vertex 0 \(w0\): version 1 has no word for .* renewed by the host"):
-            write()
-    assert version_needed(graph) == 2
-    write_taskgraph(graph, task, version=2)
-    write_memgraph(plan, mem, version=2)
+    write_taskgraph(graph, task)
+    write_memgraph(plan, mem)
     back, plan_back = read_taskgraph(task), read_memgraph(mem)
     assert [v.traits for v in back.vertices if v.kind is VertexKind.INPUT] == [RENEWED, RENEWED, FROZEN, FROZEN]
     verify(back, plan_back)
@@ -229,7 +228,7 @@ def test_files_of_version_2_have_it_and_version_1_refuses_it(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["access", "stays", "lifetime"])
 def test_what_contradicts_it_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / "task.json"
-    write_taskgraph(chain(1, 1, 3000), path, version=2)
+    write_taskgraph(chain(1, 1, 3000), path)
     text = path.read_text()
     change = {
         "access": ('"access":"read",', '"access":"foreign",'),
@@ -239,7 +238,7 @@ def test_what_contradicts_it_is_named(tmp_path: Path, name: str) -> None:
     assert change[0] in text
     path.write_text(text.replace(*change, 1))
     with pytest.raises(
-        GraphFileError, match=r"value 0 \(w0\): renewed: only a value that lives over steps, that is not"
+        GraphFileError, match=r"vertex 0 \(w0\): renewed: only a value that lives over steps, that is not"
     ):
         read_taskgraph(path)
 

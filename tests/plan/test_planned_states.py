@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,11 +12,10 @@ import pytest
 from disco_accel.errors import BudgetTooSmall, ConfigError, GraphFileError, PlanError, VerifyError
 from disco_accel.graph.carried_values import inputs_held
 from disco_accel.graph.check import check_taskgraph, largest_need
-from disco_accel.graph.convert import plan_in_buffers
-from disco_accel.graph.convert_graphs import graph_in_values, graph_in_vertices
+from disco_accel.graph.copies import swaps, swaps_in, swaps_out
 from disco_accel.graph.files import read_taskgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.schema2 import Space, SpaceKind
+from disco_accel.graph.spaces import HOST, TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind, with_memory
 from disco_accel.graph.traits import FROZEN, Access, Arrival, Lifetime, Traits
 from disco_accel.graph.values import changes_over_steps, lasting_versions, may_leave
@@ -27,10 +27,9 @@ from disco_accel.simulate.simulator import simulate
 from disco_accel.verify.static import verify
 from tests.support.graphs.update_graph import UpdateShape, update_graph
 from tests.support.oracles.adversary import run_reference
-from tests.support.oracles.buffers import verify_buffers
 
 MIB = 1 << 20
-MACHINE = Machine(h2d=Link(10e9, 5e-6), d2h=Link(10e9, 5e-6))
+MACHINE = Machine(links={TO_DEVICE: Link(10e9, 5e-6), TO_HOST: Link(10e9, 5e-6)})
 EVERYTHING = 1 << 30
 
 
@@ -39,16 +38,15 @@ def planned(graph: TaskGraph, memory: int, cyclic: bool = True) -> MemGraph:
     sized = with_memory(graph, lambda _: memory)
     plan = make_plan(sized, planner="timed", cyclic=cyclic, machine=MACHINE)
     verify(sized, plan)
-    verify_buffers(graph_in_values(sized), plan_in_buffers(plan))
     for seed in range(3):
         run_reference(sized, plan, seed)
     return plan
 
 
-def copies(plan: MemGraph, kind: VertexKind) -> list[int]:
-    """The inputs whose bytes each copy of ``kind`` moves."""
+def copies(plan: MemGraph, counts: Callable[[Vertex], bool]) -> list[int]:
+    """The inputs whose bytes each copy that ``counts`` moves."""
     of = inputs_held(plan)
-    return [of[v.id, 0] for v in plan.vertices if v.kind is kind and (v.id, 0) in of]
+    return [of[v.id, 0] for v in plan.vertices if counts(v) and (v.id, 0) in of]
 
 
 def states_of(graph: TaskGraph) -> set[int]:
@@ -58,7 +56,7 @@ def states_of(graph: TaskGraph) -> set[int]:
 def test_with_memory_for_everything_nothing_moves() -> None:
     graph = update_graph(UpdateShape(), EVERYTHING)
     plan = planned(graph, EVERYTHING)
-    assert not any(v.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD) for v in plan.vertices)
+    assert not any(swaps(v) for v in plan.vertices)
     assert staying(plan) >= states_of(graph)
 
 
@@ -67,7 +65,7 @@ def test_a_plan_for_one_step_writes_back_all_that_changed() -> None:
     plan = planned(graph, EVERYTHING, cyclic=False)
     changed = {state for (state, _), versions in lasting_versions(graph.vertices).items() if len(versions) > 1}
     assert len(changed) == 6
-    assert sorted(copies(plan, VertexKind.OFFLOAD)) == sorted(changed)
+    assert sorted(copies(plan, swaps_out)) == sorted(changed)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6])
@@ -80,10 +78,10 @@ def test_what_leaves_after_a_change_was_written_back(share: float, cyclic: bool)
     except BudgetTooSmall as error:
         assert share == 0.0
         plan = planned(graph, error.needed, cyclic)
-    offloads, reloads = copies(plan, VertexKind.OFFLOAD), copies(plan, VertexKind.RELOAD)
+    offloads, reloads = copies(plan, swaps_out), copies(plan, swaps_in)
     written = {versions[0][0] for versions in lasting_versions(graph.vertices).values() if len(versions) > 1}
     assert set(offloads) <= written
-    assert not any(v.id in plan.host_offsets for v in plan.vertices if (v.id, 0) in inputs_held(plan))
+    assert not any(slot.space == HOST for ref, slot in plan.slots.items() if ref in inputs_held(plan))
     if cyclic:
         # What is reloaded unchanged was written back by the step before, or nothing changed it.
         assert {state for state in reloads if state in written} <= set(offloads)
@@ -117,19 +115,19 @@ def test_a_step_is_never_faster_than_the_bound_and_seldom_much_slower() -> None:
 def test_the_bound_counts_write_backs_on_the_slow_way_to_the_host() -> None:
     graph = update_graph(UpdateShape(layers=8, seconds=1e-5), 8 * MIB)
     even = bound_of(graph, MACHINE).link
-    slow = bound_of(graph, replace(MACHINE, d2h=Link(1e9, 5e-6))).link
+    slow = bound_of(graph, MACHINE.with_links({TO_HOST: Link(1e9, 5e-6)})).link
     assert slow > 2 * even
     frozen = replace(graph, vertices=tuple(v for v in graph.vertices if v.op != "update"))
-    assert bound_of(frozen, replace(MACHINE, d2h=Link(1e9, 5e-6))).link == bound_of(frozen, MACHINE).link
+    assert bound_of(frozen, MACHINE.with_links({TO_HOST: Link(1e9, 5e-6)})).link == bound_of(frozen, MACHINE).link
 
 
 def test_a_reload_waits_for_the_write_back_of_the_step_before() -> None:
     """The last layer's weight is needed first; with a slow way to the host the next step starts late."""
     graph = update_graph(UpdateShape(layers=2, seconds=1e-6), 5 * MIB)
     plan = planned(graph, 5 * MIB)
-    slow = replace(MACHINE, d2h=Link(1e8, 5e-6))
+    slow = MACHINE.with_links({TO_HOST: Link(1e8, 5e-6)})
     one, two = simulate(plan, slow).makespan, simulate(plan, slow, steps=2).makespan
-    assert copies(plan, VertexKind.OFFLOAD)
+    assert copies(plan, swaps_out)
     assert two > 1.9 * one
 
 
@@ -171,15 +169,15 @@ def test_two_updates_in_a_step_are_planned_in_little_memory() -> None:
     least = largest_need(twice, 0)[0]
     plan = planned(twice, least + 2 * MIB)
     state = update.inputs[0][0]
-    assert copies(plan, VertexKind.OFFLOAD).count(state) >= 2
+    assert copies(plan, swaps_out).count(state) >= 2
     order = [v for v in plan.vertices if (v.id, 0) in inputs_held(plan) and inputs_held(plan)[v.id, 0] == state]
-    assert any(a.kind is VertexKind.OFFLOAD and b.kind is VertexKind.RELOAD for a, b in pairwise(order))
+    assert any(swaps_out(a) and swaps_in(b) for a, b in pairwise(order))
 
 
 def test_a_lost_write_back_is_not_accepted() -> None:
     graph = update_graph(UpdateShape(layers=6), 7 * MIB)
     plan = planned(graph, 7 * MIB)
-    last = [v.id for v in plan.vertices if v.kind is VertexKind.OFFLOAD][-1]
+    last = [v.id for v in plan.vertices if swaps_out(v)][-1]
     lost = replace(
         plan,
         vertices=tuple(v for v in plan.vertices if v.id != last),
@@ -188,8 +186,6 @@ def test_a_lost_write_back_is_not_accepted() -> None:
     )
     with pytest.raises(VerifyError):
         verify(graph, lost)
-    with pytest.raises(VerifyError):
-        verify_buffers(graph_in_values(graph), plan_in_buffers(lost))
 
 
 @pytest.mark.parametrize("planner", ["timed", "build"])
@@ -201,18 +197,15 @@ def test_what_has_to_stay_is_never_loaded(planner: str, cyclic: bool) -> None:
     if planner == "build":
         graph = replace(graph, vertices=tuple(_with(v, FROZEN) if changes_over_steps(v) else v for v in graph.vertices))
     streamed = make_plan(graph, planner=planner, cyclic=cyclic, machine=MACHINE)
-    names = sorted({*copies(streamed, VertexKind.RELOAD)})[:2]
+    names = sorted({*copies(streamed, swaps_in)})[:2]
     named = replace(graph, vertices=tuple(_named(v, names) for v in graph.vertices))
     plan = make_plan(named, planner=planner, cyclic=cyclic, machine=MACHINE)
     verify(named, plan)
-    verify_buffers(graph_in_values(named), plan_in_buffers(plan))
     wrong = replace(streamed, vertices=tuple(_named(v, names) for v in streamed.vertices))
     if cyclic:
-        assert not set(names) & set(copies(plan, VertexKind.RELOAD))
+        assert not set(names) & set(copies(plan, swaps_in))
         with pytest.raises(VerifyError, match=r"which has to stay"):
             verify(named, wrong)
-        with pytest.raises(VerifyError, match=r"value \d+ has to stay on its device"):
-            verify_buffers(graph_in_values(named), plan_in_buffers(wrong))
     else:
         verify(named, wrong)
 
@@ -232,7 +225,7 @@ def test_more_than_the_memory_cannot_stay() -> None:
     with pytest.raises(BudgetTooSmall) as refused:
         make_plan(everything, planner="timed", cyclic=True, machine=MACHINE)
     plan = planned(everything, refused.value.needed)
-    assert refused.value.needed >= 12 * MIB and not copies(plan, VertexKind.RELOAD)
+    assert refused.value.needed >= 12 * MIB and not copies(plan, swaps_in)
 
 
 def test_a_state_that_is_kept_as_it_was_is_refused() -> None:
@@ -256,37 +249,25 @@ def test_offloads_that_the_host_has_no_room_for_are_refused() -> None:
     shape = UpdateShape(layers=6, weight=MIB // 4, frozen=MIB // 4, activation=4 * MIB, updated=0)
     graph = update_graph(shape, 20 * MIB)
     plan = make_plan(graph, planner="timed", cyclic=True, machine=MACHINE)
-    assert plan.host_memory > 0
-    enough = replace(graph, host_memory=plan.host_memory)
+    assert plan.host.memory > 0
+    enough = replace(graph, spaces=(*graph.devices, plan.host))
     assert make_plan(enough, planner="timed", cyclic=True, machine=MACHINE) == plan
     verify(enough, plan)
-    verify_buffers(graph_in_values(enough), plan_in_buffers(plan))
-    less = replace(graph, host_memory=plan.host_memory - 1)
+    less = replace(graph, spaces=(*graph.devices, replace(plan.host, memory=plan.host.memory - 1)))
     with pytest.raises(PlanError, match=r"host: offloads take \d+ bytes, the graph gives \d+"):
         make_plan(less, planner="timed", cyclic=True, machine=MACHINE)
-    with pytest.raises(VerifyError, match=r"host: the plan counts on \d+ bytes"):
+    with pytest.raises(VerifyError, match=r"the host: the plan counts on \d+ bytes"):
         verify(less, plan)
-    assert graph_in_vertices(graph_in_values(less)) == less
 
 
 def test_traits_that_contradict_each_other_are_named_and_all_others_go_through_a_file(tmp_path: Path) -> None:
     graph = update_graph(UpdateShape(layers=1, updated=0), EVERYTHING)
     x, weight = (next(v.id for v in graph.vertices if v.op == name) for name in ("x", "w0"))
-    write_taskgraph(
-        replace(graph, vertices=tuple(_named(v, [weight]) for v in graph.vertices)), tmp_path / "g", version=2
-    )
+    write_taskgraph(replace(graph, vertices=tuple(_named(v, [weight]) for v in graph.vertices)), tmp_path / "g")
     assert [v.id for v in read_taskgraph(tmp_path / "g").vertices if not may_leave(v)] == [weight]
-    with pytest.raises(GraphFileError, match=f"value {x} .*stays: only a value that lives over steps"):
-        graph_in_values(replace(graph, vertices=tuple(_named(v, [x]) for v in graph.vertices)))
-    with pytest.raises(GraphFileError, match=r"w0.*version 1 has no word"):
-        write_taskgraph(graph, tmp_path / "one")
-
-
-def test_two_memories_of_the_host_are_refused_by_name() -> None:
-    graph = graph_in_values(update_graph(UpdateShape(layers=1), EVERYTHING))
-    second = replace(graph, spaces=(*graph.spaces, Space(7, SpaceKind.HOST, 1024)))
-    with pytest.raises(GraphFileError, match="space 7: planners and the engine know one memory of the host"):
-        graph_in_vertices(second)
+    write_taskgraph(replace(graph, vertices=tuple(_named(v, [x]) for v in graph.vertices)), tmp_path / "g")
+    with pytest.raises(GraphFileError, match=rf"vertex {x} \(x\): stays: only a value that lives over steps"):
+        read_taskgraph(tmp_path / "g")
 
 
 def test_contradicting_traits_are_refused_in_memory_too() -> None:

@@ -9,11 +9,13 @@ import pytest
 
 from disco_accel.errors import ConfigError
 from disco_accel.eviction import POLICIES
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.files import read_taskgraph
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
+from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import make_plan
-from disco_accel.plan.summary import copied_bytes, resident_bytes, summary
+from disco_accel.plan.summary import resident_bytes, summary, swapped_bytes
 from disco_accel.simulate.simulator import Link, Machine, lower_bound, simulate
 from disco_accel.verify.static import verify
 from tests.support.graphs.lora_graph import LoraShape, lora_graph
@@ -25,8 +27,8 @@ SMALL_STEP = LoraShape(layers=8, hidden=1024, ffn=2816, vocabulary=4096, tokens=
 def balanced(graph: TaskGraph, memory: int) -> Machine:
     """A machine whose link takes about as long for the plan's reloads as compute takes for its kernels."""
     compute = sum(vertex.duration or 0.0 for vertex in graph.vertices)
-    loaded = copied_bytes(make_plan(graph, memory=memory, cyclic=True), VertexKind.RELOAD)
-    return Machine(h2d=Link(loaded / compute, 1e-5), d2h=Link(loaded / compute, 1e-5))
+    loaded = swapped_bytes(make_plan(graph, memory=memory, cyclic=True), swaps_in)
+    return Machine(links={TO_DEVICE: Link(loaded / compute, 1e-5), TO_HOST: Link(loaded / compute, 1e-5)})
 
 
 def weights(graph: TaskGraph) -> int:
@@ -37,7 +39,7 @@ def test_where_everything_fits_every_weight_stays_and_nothing_is_loaded() -> Non
     graph = lora_graph(SMALL_STEP, 1 << 30)
     plan = make_plan(graph, cyclic=True)
     assert resident_bytes(plan) == weights(graph)
-    assert copied_bytes(plan, VertexKind.RELOAD) == copied_bytes(plan, VertexKind.OFFLOAD) == 0
+    assert swapped_bytes(plan, swaps_in) == swapped_bytes(plan, swaps_out) == 0
 
 
 @pytest.mark.parametrize(("share", "limit"), [(0.5, 1.15), (0.65, 1.15), (0.8, 1.12), (0.9, 1.12)])
@@ -55,19 +57,19 @@ def test_frozen_weights_are_never_copied_back() -> None:
     graph = lora_graph(SMALL_STEP, weights(lora_graph(SMALL_STEP, 1)) // 2)
     plan = make_plan(graph, cyclic=True)
     clean = {vertex.id for vertex in graph.vertices if host_copy_exists(vertex)}
-    loaded = {v.id for v in plan.vertices if v.kind is VertexKind.RELOAD and v.inputs[0][0] in clean}
+    loaded = {v.id for v in plan.vertices if swaps_in(v) and v.inputs[0][0] in clean}
     assert loaded
-    assert not any(v.kind is VertexKind.OFFLOAD and v.inputs[0][0] in clean | loaded for v in plan.vertices)
+    assert not any(swaps_out(v) and v.inputs[0][0] in clean | loaded for v in plan.vertices)
 
 
 def test_an_unchanged_value_is_offloaded_once_and_waits_for_its_producer_alone() -> None:
     for share in (0.25, 0.3, 0.4):
         graph = read_taskgraph(GRAPHS / "lora_small.taskgraph.json")
         plan = make_plan(graph, memory=int(share * graph.devices[0].memory), cyclic=True)
-        sources = [vertex.inputs[0] for vertex in plan.vertices if vertex.kind is VertexKind.OFFLOAD]
+        sources = [vertex.inputs[0] for vertex in plan.vertices if swaps_out(vertex)]
         assert len(sources) == len(set(sources))
         for vertex in plan.vertices:
-            if vertex.kind is VertexKind.OFFLOAD:
+            if swaps_out(vertex):
                 assert [u for u, v in plan.data_edges if v == vertex.id] in ([], [vertex.inputs[0][0]])
 
 
@@ -84,7 +86,9 @@ def test_every_policy_plans_a_step_that_does_not_fit(policy: str) -> None:
     plan = make_plan(graph, cyclic=True, policy=policy)
     verify(graph, plan)
     found = summary(plan)
-    assert found["peak_bytes"] == max(slot.addr + slot.size for slot in plan.slots.values()) <= graph.devices[0].memory
+    sizes = {(v.id, k): size for v in plan.vertices for k, size in enumerate(v.sizes)}
+    top = max(slot.offset + sizes[ref] for ref, slot in plan.slots.items() if slot.space == 0)
+    assert found["peak_bytes"] == top <= graph.devices[0].memory
     assert found["planner"] == "build"
 
 

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.planner.ablation import WITHOUT
 from disco_accel.graph.files import read_taskgraph
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import with_memory
 from disco_accel.plan import POLICIES, make_plan
 from disco_accel.plan.buildmemgraph import residents
@@ -36,7 +37,7 @@ def test_any_combination_of_moves_gives_plans_that_pass_both_judges() -> None:
         rng = random.Random(seed)
         graph = with_working_sets(random_taskgraph(rng, Shape(vertices=24)), rng.choice((1.2, 1.5, 2.0, 3.0)))
         link = Link(rng.choice((1e7, 1e9)), 1e-6)
-        machine = Machine(h2d=link, d2h=link)
+        machine = Machine(links={TO_DEVICE: link, TO_HOST: link})
         settings = replace(TimedSettings(), program_gaps_from=rng.choice((0, 1000)))
         for move in rng.sample(sorted(WITHOUT), 6):
             settings = replace(settings, **{move: getattr(WITHOUT[move], move)})

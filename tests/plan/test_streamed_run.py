@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from disco_accel.graph.order import serial_order
+from disco_accel.graph.spaces import BETWEEN_DEVICES, TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.common import streamed_run
 from disco_accel.plan.common.streamed_run import _StreamedRun, _Weights, streamed_starts
@@ -16,7 +17,7 @@ from disco_accel.simulate.machine import Link, Machine
 from tests.support.graphs.pipeline_graph import PipelineShape, pipeline_graph
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_working_sets
 
-SLOW = Machine(h2d=Link(2e3, 1e-3), d2h=Link(2e3, 1e-3), p2p=Link(1e4, 1e-3))
+SLOW = Machine(links={TO_DEVICE: Link(2e3, 1e-3), TO_HOST: Link(2e3, 1e-3), BETWEEN_DEVICES: Link(1e4, 1e-3)})
 
 
 class PlainRun(_StreamedRun):
@@ -46,7 +47,7 @@ class PlainRun(_StreamedRun):
         if own.room >= self.size[missing]:
             own.room -= self.size[missing]
             own.coming = missing
-            seconds = self.machine.h2d.seconds(self.size[missing], device)
+            seconds = self.machine.link(TO_DEVICE).seconds(self.size[missing], device)
             heapq.heappush(self.events, (self.now + seconds, -1, device))
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 from disco_accel.errors import PlanError
 from disco_accel.graph.passes import run_passes
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.select import INPUTS_BY_USE
 from disco_accel.plan.timed.requirements import requirements_of
@@ -27,7 +28,9 @@ def case(rng: random.Random) -> tuple[StepRequirements, Machine, dict[str, Any]]
     graph = random_taskgraph(rng, shape)
     graph = run_passes(with_room(graph, rng.choice(FACTORS)), (INPUTS_BY_USE,))
     durations = [replace(v, duration=rng.random() * 1e-4) if v.duration else v for v in graph.vertices]
-    machine = Machine(h2d=Link(rng.choice((1e7, 1e9)), 1e-6), d2h=Link(rng.choice((1e7, 1e9)), 1e-6))
+    machine = Machine(
+        links={TO_DEVICE: Link(rng.choice((1e7, 1e9)), 1e-6), TO_HOST: Link(rng.choice((1e7, 1e9)), 1e-6)}
+    )
     ratio, range_bytes = rng.choice((None, 0.0, 2.0)), rng.choice((None, 1 << 12))
     graph = replace(graph, vertices=tuple(durations))
     requirements = requirements_of(graph, machine, ratio, range_bytes=range_bytes)

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.copies import swaps_out
 from disco_accel.graph.files import read_taskgraph
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_at_least
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
+from disco_accel.graph.taskgraph import TaskGraph, with_at_least
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.summary import peak_bytes
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.simulate.simulator import Link, Machine, simulate
@@ -38,7 +41,7 @@ def test_plans_of_random_graphs_pass_both_judges(start: int) -> None:
         graph = with_working_sets(random_taskgraph(rng, shape), rng.choice(FACTORS))
         link = Link(rng.choice((1e7, 1e9)), 1e-6)
         try:
-            plan = build_timed(graph, Machine(h2d=link, d2h=link), cyclic=rng.random() < 0.5)
+            plan = build_timed(graph, Machine(links={TO_DEVICE: link, TO_HOST: link}), cyclic=rng.random() < 0.5)
         except Infeasible:
             continue
         planned += 1
@@ -55,7 +58,7 @@ def test_buffers_that_the_running_vertex_reads_are_never_evicted_for_its_outputs
     graph = with_working_sets(random_taskgraph(rng, Shape(vertices=rng.choice((8, 24, 60)))), factor)
     cyclic = rng.random() < 0.5
     links = [Link(rng.choice((1e7, 1e9)), 1e-6) for _ in range(2)]
-    verify(graph, build_timed(graph, Machine(h2d=links[0], d2h=links[1]), cyclic=cyclic))
+    verify(graph, build_timed(graph, Machine(links={TO_DEVICE: links[0], TO_HOST: links[1]}), cyclic=cyclic))
 
 
 def weights(graph: TaskGraph) -> int:
@@ -77,7 +80,7 @@ def test_steps_come_near_the_bound(
 ) -> None:
     """Compute limits the first, the link the others; small graphs, so a layer is a large part of memory."""
     graph = make(SMALL_STEP, int(share * weights(make(SMALL_STEP, 1))))
-    machine = Machine(h2d=Link(bandwidth, 1e-5), d2h=Link(bandwidth, 1e-5))
+    machine = Machine(links={TO_DEVICE: Link(bandwidth, 1e-5), TO_HOST: Link(bandwidth, 1e-5)})
     plan = make_plan(graph, cyclic=True, machine=machine, planner="timed")
     verify(graph, plan)
     run_reference(graph, plan, 0)
@@ -89,7 +92,7 @@ def test_the_arena_of_a_step_that_fits_is_its_live_peak() -> None:
     plan = make_plan(graph, memory=1 << 34, cyclic=True, planner="timed")
     requirements = requirements_of(graph, Machine(), None)
     live = int(requirements.pinned_bytes[0].max()) + sum(buffer.block for buffer in requirements.swappable)
-    assert max(slot.addr + slot.size for slot in plan.slots.values()) <= 1.02 * live
+    assert peak_bytes(plan) <= 1.02 * live
 
 
 def test_a_value_is_not_offloaded_twice_and_frozen_weights_never() -> None:
@@ -97,7 +100,7 @@ def test_a_value_is_not_offloaded_twice_and_frozen_weights_never() -> None:
     plan = make_plan(graph, cyclic=True, planner="timed")
     verify(graph, plan)
     clean = {vertex.id for vertex in graph.vertices if host_copy_exists(vertex)}
-    sources = [vertex.inputs[0] for vertex in plan.vertices if vertex.kind is VertexKind.OFFLOAD]
+    sources = [vertex.inputs[0] for vertex in plan.vertices if swaps_out(vertex)]
     assert sources and len(sources) == len(set(sources))
     assert clean.isdisjoint(source for source, _ in sources)
 

@@ -1,4 +1,4 @@
-"""Random graphs on two to eight devices with unequal memories and links: four judges, the bound, and the refusals."""
+"""Random graphs on two to eight devices with unequal memories and links: three judges, the bound, and the refusals."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections import Counter
 
 import pytest
 
-from disco_accel.errors import BudgetTooSmall, GraphFileError, PlanError
+from disco_accel.errors import BudgetTooSmall, PlanError
 from disco_accel.graph.carried_values import taskgraph_of
-from disco_accel.graph.convert import plan_in_buffers
-from disco_accel.graph.convert_graphs import graph_in_values, graph_in_vertices
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import Device, TaskGraph, with_memory
+from disco_accel.graph.spaces import BETWEEN_DEVICES, TO_DEVICE, TO_HOST, Space
+from disco_accel.graph.taskgraph import TaskGraph, with_memory
 from disco_accel.graph.values import changes_over_steps, outlives_step
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound.lower_bound import bound_of
@@ -21,7 +20,6 @@ from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.verify.static import verify
 from tests.support.graphs.strategies import Shape, held, random_taskgraph, working_set
 from tests.support.oracles.adversary import run_reference
-from tests.support.oracles.buffers import verify_buffers
 from tests.support.oracles.naive_judge import is_safe
 
 GRAPHS = int(os.environ.get("DISCO_SEVERAL_DEVICES", "80"))
@@ -39,7 +37,7 @@ FACTORS = (0.9, 1.0, 1.3, 2.0, 6.0)
 def unequal(graph: TaskGraph, rng: random.Random) -> TaskGraph:
     """``graph`` on devices that have different shares of what their vertices need."""
 
-    def memory(device: Device) -> int:
+    def memory(device: Space) -> int:
         fixed, started = held(graph, device.id)
         return max(1, int(rng.choice(FACTORS) * (fixed + max(started, working_set(graph, device.id)))))
 
@@ -53,7 +51,7 @@ def unequal_machine(rng: random.Random, devices: int) -> Machine:
         own = {device: 10 ** rng.uniform(6, 9) for device in range(devices) if rng.random() < 0.4}
         return Link(10 ** rng.uniform(6, 9), 1e-6, rng.choice(("device", "device", "shared")), (), tuple(own.items()))
 
-    return Machine(rng.choice((1, 1, 2)), link(), link(), link())
+    return Machine(rng.choice((1, 1, 2)), {route: link() for route in (TO_DEVICE, TO_HOST, BETWEEN_DEVICES)})
 
 
 def case(seed: int) -> tuple[TaskGraph, Machine, random.Random]:
@@ -64,19 +62,11 @@ def case(seed: int) -> tuple[TaskGraph, Machine, random.Random]:
             return unequal(graph, rng), unequal_machine(rng, len(graph.devices)), rng
 
 
-def judge(graph: TaskGraph, plan: MemGraph, seed: int) -> bool:
-    """All judges; whether version 2 can say the graph, so that its judge has been asked too."""
+def judge(graph: TaskGraph, plan: MemGraph, seed: int) -> None:
+    """Ask all judges."""
     verify(graph, plan)
     run_reference(graph, plan, seed)
     assert len(plan.vertices) > 40 or is_safe(graph, plan)
-    try:
-        second = graph_in_values(graph)
-        in_buffers = graph_in_vertices(second) == graph
-    except GraphFileError:
-        return False
-    if in_buffers:
-        verify_buffers(second, plan_in_buffers(plan))
-    return in_buffers
 
 
 @pytest.mark.parametrize("start", range(4))
@@ -101,10 +91,10 @@ def test_plans_pass_all_judges_and_beat_no_bound(start: int) -> None:
             counts["wanted after it was overwritten"] += 1
             continue
         counts["planned"] += 1
-        counts["in buffers"] += judge(graph, plan, seed)
+        judge(graph, plan, seed)
         bound, makespan = bound_of(taskgraph_of(plan), machine), simulate(plan, machine).makespan
         assert max(bound.compute, bound.critical_path) <= makespan * (1 + 1e-9), f"seed {seed}"
         if cyclic:
             assert bound.link <= makespan * (1 + 1e-9), f"seed {seed}"
     print(dict(counts))
-    assert counts["planned"] > GRAPHS // 12 and counts["in buffers"] > GRAPHS // 16
+    assert counts["planned"] > GRAPHS // 12

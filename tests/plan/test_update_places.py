@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from disco_accel.errors import ConfigError
+from disco_accel.graph.copies import is_transfer, swaps_in, swaps_out
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.passes import run_passes
-from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
+from disco_accel.graph.taskgraph import TaskGraph, Vertex
 from disco_accel.plan import make_plan
 from disco_accel.plan.update_estimate import estimated, list_schedule
 from disco_accel.plan.update_places import balanced_share, choose, placed, spread, update_places, updates_of
@@ -25,7 +27,7 @@ HOST = 2e-3
 
 def machine(bandwidth: float) -> Machine:
     link = Link(bandwidth, 1e-6)
-    return Machine(h2d=link, d2h=link)
+    return Machine(links={TO_DEVICE: link, TO_HOST: link})
 
 
 BALANCED = machine(1.2e9)
@@ -46,12 +48,12 @@ def test_what_a_moved_update_reads_of_the_step_is_transferred_and_its_moment_sta
     moved = list(found)[3]
     result = placed(graph, {moved: HOST})
     by_id = {vertex.id: vertex for vertex in result.vertices}
-    (host,) = (device.id for device in result.devices if device.host)
+    (host,) = (device.id for device in result.devices if device.is_host_device)
     update = by_id[moved]
-    assert (update.device, update.duration) == (host, HOST)
+    assert (update.space, update.duration) == (host, HOST)
     weight, moment, gradient = (by_id[ref[0]] for ref in update.inputs)
-    assert gradient.kind is VertexKind.TRANSFER and gradient.device == host
-    assert (weight.device, moment.device) == (0, host), "the device reads the weight"
+    assert is_transfer(gradient) and gradient.space == host
+    assert (weight.space, moment.space) == (0, host), "the device reads the weight"
     assert HomeUses.of(result).written == {(moved, 0), (moved, 1)}
     others = [v for v in result.vertices if v.id not in (moved, moment.id, gradient.id)]
     assert others == [v for v in graph.vertices if v.id not in (moved, moment.id)]
@@ -72,7 +74,7 @@ def test_a_kernel_that_changes_nothing_lasting_is_refused_by_name(graph: TaskGra
 def test_plans_of_any_number_of_moved_updates_are_right(graph: TaskGraph, count: int) -> None:
     found = updates_of(graph, host_seconds)
     there = placed(graph, {update: HOST for update in spread(list(found), count)})
-    assert sum(v.op == "update" and v.device != 0 for v in there.vertices) == count
+    assert sum(v.op == "update" and v.space != 0 for v in there.vertices) == count
     plan = make_plan(there, planner="timed", cyclic=True, machine=BALANCED)
     verify(there, plan)
     run_reference(there, plan, seed=count)
@@ -107,9 +109,9 @@ def test_the_estimate_is_a_schedule_with_each_copy_that_a_step_needs(graph: Task
     schedule = list_schedule(there)
     run = simulate(schedule, BALANCED)
     assert run.makespan == estimated(there, BALANCED).makespan >= lower_bound(schedule, BALANCED)
-    reloads = [v for v in schedule.vertices if v.kind is VertexKind.RELOAD]
-    offloads = [v for v in schedule.vertices if v.kind is VertexKind.OFFLOAD]
-    weights = {v.inputs[0] for v in there.vertices if v.op == "update" and v.device != 0}
+    reloads = [v for v in schedule.vertices if swaps_in(v)]
+    offloads = [v for v in schedule.vertices if swaps_out(v)]
+    weights = {v.inputs[0] for v in there.vertices if v.op == "update" and v.space != 0}
     assert len(weights) == count == len([v for v in reloads if v.inputs[0] in weights])
     streamed = {v.inputs[0] for v in reloads} - weights
     assert len(offloads) == len(streamed), "a streamed state goes back when it has changed"

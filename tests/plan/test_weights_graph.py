@@ -9,7 +9,8 @@ import pytest
 from benchmarks.planner.chain import Chain, chain_of, residents_of
 from disco_accel.errors import ConfigError, PlanError
 from disco_accel.eviction import belady
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind, with_memory
+from disco_accel.graph.spaces import TO_DEVICE, Space
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind, with_memory
 from disco_accel.graph.traits import FROZEN
 from disco_accel.plan.beaumont.selection import WeightGap, select, without_superfluous
 from disco_accel.plan.beaumont.solve import solve
@@ -46,7 +47,7 @@ def test_without_recomputation_every_weight_is_a_layer() -> None:
     for i in range(4):
         inputs = ((3 - i, 0), (7 + i, 0), (7 - i, 0))
         vertices.append(Vertex(8 + i, VertexKind.KERNEL, 0, "backward", inputs, (MIB,), 2e-3))
-    chain = chain_of(TaskGraph("products", (Device(0, 64 * MIB),), tuple(vertices)), Machine())
+    chain = chain_of(TaskGraph("products", (Space(0, 64 * MIB),), tuple(vertices)), Machine())
     assert chain.layers == ((0,), (1,), (2,), (3,))
     assert [(layer.u_f, layer.u_b) for layer in chain.instance.layers] == [pytest.approx((1e-3, 2e-3))] * 4
     assert [layer.a for layer in chain.instance.layers] == [MIB] * 4
@@ -60,7 +61,7 @@ def test_nothing_is_lost_or_counted_twice() -> None:
     small = sum(page.block for page in demand.swappable if page.ref[0] in chain.small)
     assert instance.weights.sum() + small == sum(page.block for page in demand.swappable if page.starts_on_host)
     assert instance.activations.max() >= demand.pinned_bytes[0].max() + small
-    assert instance.frozen and instance.bandwidth < Machine().h2d.bandwidth
+    assert instance.frozen and instance.bandwidth < Machine().link(TO_DEVICE).bandwidth
 
 
 @pytest.mark.parametrize("mebibytes", [70, 90, 120, 150])
@@ -96,6 +97,6 @@ def test_what_is_no_chain_is_refused() -> None:
     with pytest.raises(PlanError, match="read in no order that turns round"):
         chain_of(prefill_graph(SHAPE, 90 * MIB), Machine())
     with pytest.raises(PlanError, match="has 2 devices"):
-        chain_of(replace(GRAPH, devices=(*GRAPH.devices, Device(1, MIB))), Machine())
+        chain_of(replace(GRAPH, spaces=(*GRAPH.devices, Space(1, MIB))), Machine())
     with pytest.raises(ConfigError, match="is too small: layer"):
         chain_of(with_memory(GRAPH, lambda device: 8 * MIB), Machine())

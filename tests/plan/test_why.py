@@ -12,9 +12,11 @@ import pytest
 
 from disco_accel.cli.main import main
 from disco_accel.errors import BudgetTooSmall, ConfigError, PlanError
+from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.files import write_memgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST, Space
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound.ladder import ROWS, explain
@@ -27,7 +29,7 @@ from tests.support.graphs.weight_chains import tight_chain
 from tests.support.plans.renewed_plans import RENEWED_SHAPES
 from tests.support.plans.state_plans import TIMED_SHAPES
 
-MACHINE = Machine(h2d=Link(1000.0, 0.0), d2h=Link(1000.0, 0.0))
+MACHINE = Machine(links={TO_DEVICE: Link(1000.0, 0.0), TO_HOST: Link(1000.0, 0.0)})
 SHAPES = (
     Shape(keep=0.05),
     Shape(vertices=40, devices=2),
@@ -43,7 +45,7 @@ def chain(weights: int, memory: int, seconds: float) -> TaskGraph:
     for i in range(weights):
         before = ((weights + i - 1, 0),) if i else ()
         vertices.append(Vertex(weights + i, VertexKind.KERNEL, 0, f"k{i}", ((i, 0), *before), (0,), seconds))
-    return TaskGraph("chain", (Device(0, memory, 1),), tuple(vertices))
+    return TaskGraph("chain", (Space(0, memory, 1),), tuple(vertices))
 
 
 @cache
@@ -51,7 +53,7 @@ def some_plans() -> list[tuple[MemGraph, Machine]]:
     """Return repeating plans of random graphs, one device and several, states, renewed values and ranges among them."""
     link = Link(3e6, 1e-5)
     ranged = [plan for _, plan in ranged_plans(8) if plan.cyclic]
-    found = [(plan, Machine(h2d=link, d2h=link)) for plan in ranged[:4]]
+    found = [(plan, Machine(links={TO_DEVICE: link, TO_HOST: link})) for plan in ranged[:4]]
     seed = 0
     while len(found) < 10:
         rng = random.Random(seed)
@@ -59,12 +61,12 @@ def some_plans() -> list[tuple[MemGraph, Machine]]:
         graph = tight_chain(rng) if seed % 2 else random_taskgraph(rng, rng.choice(SHAPES))
         graph = graph if seed % 2 else with_room(graph, rng.choice((0.5, 0.65, 0.8)))
         link = Link(rng.choice((3e6, 1e7)), rng.choice((0.0, 1e-5)))
-        machine = Machine(rng.choice((1, 1, 2)), h2d=link, d2h=link)
+        machine = Machine(rng.choice((1, 1, 2)), links={TO_DEVICE: link, TO_HOST: link})
         try:
             plan = make_plan(graph, cyclic=True, machine=machine, planner="timed")
         except (BudgetTooSmall, PlanError):
             continue
-        if any(vertex.kind is VertexKind.RELOAD for vertex in plan.vertices):
+        if any(swaps_in(vertex) for vertex in plan.vertices):
             found.append((plan, machine))
     return found
 

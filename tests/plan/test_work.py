@@ -59,7 +59,7 @@ def test_no_noise_in_durations_makes_a_search_longer_than_its_work(
         monkeypatch.setattr(module, "enough", lambda vertices, limit=limit: limit)
         work, measured = SearchWork(), noisy(graph, seed)
         plan = make_plan(measured, memory=TIGHT, planner="timed", cyclic=True, work=work)
-        verify(replace(measured, devices=plan.devices), plan)
+        verify(replace(measured, spaces=plan.devices), plan)
         assert not work.cut
         spent.append(work.spent)
         # What the other planner tries, and what it takes to draft one step in a few ways and to place it once.
@@ -80,7 +80,7 @@ def test_auto_does_not_look_at_the_clock(graph: TaskGraph, monkeypatch: pytest.M
 def test_a_deadline_that_has_passed_still_gives_a_plan_that_works(graph: TaskGraph, planner: str) -> None:
     work = SearchWork(0.0)
     plan = make_plan(graph, memory=TIGHT, planner=planner, cyclic=True, work=work)
-    verify(replace(graph, devices=plan.devices), plan)
+    verify(replace(graph, spaces=plan.devices), plan)
     assert work.cut and work.drafts == 0 and plan.planner == "build"
     line = cut_short(graph, plan, work)
     assert (
@@ -99,7 +99,7 @@ def test_the_best_plan_so_far_is_taken_when_the_deadline_comes(
             clock.setattr(module.time, "monotonic", lambda ticks=ticks: next(ticks))
             work = SearchWork(limit)
             plan = make_plan(graph, memory=TIGHT, planner="timed", cyclic=True, work=work)
-        verify(replace(graph, devices=plan.devices), plan)
+        verify(replace(graph, spaces=plan.devices), plan)
         assert work.cut == (limit < 1e9)
         seconds.append(simulate(plan).makespan)
     assert seconds[0] > seconds[1] >= seconds[2]
@@ -124,7 +124,7 @@ def test_a_refusal_of_a_large_graph_takes_few_walks(monkeypatch: pytest.MonkeyPa
     assert working_set(graph) <= refused.value.needed <= 1.5 * working_set(graph)
     work = SearchWork(0.0)
     plan = make_plan(graph, memory=refused.value.needed, planner="timed", cyclic=True, work=work)
-    verify(replace(graph, devices=plan.devices), plan)
+    verify(replace(graph, spaces=plan.devices), plan)
 
 
 def test_a_refusal_after_the_deadline_names_a_size_that_works(graph: TaskGraph) -> None:

@@ -15,7 +15,7 @@ from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.capture.captured_step import InputSource
 from disco_accel.capture.parts import frozen_parts
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.run.session import current_step
 from disco_accel.verify.static import verify
@@ -65,9 +65,9 @@ def _packed_reloads(step: CompiledStep, packed: dict[str, int]) -> bool:
     vertices = {v.id: v for v in step.plan.vertices}
     for vertex in step.plan.vertices:
         source = vertex
-        while source.kind in (VertexKind.RELOAD, VertexKind.OFFLOAD):
+        while swaps_in(source) or swaps_out(source):
             source = vertices[source.inputs[0][0]]
-        loads_weight = vertex.kind is VertexKind.RELOAD and source.id in names
+        loads_weight = swaps_in(vertex) and source.id in names
         if loads_weight and sum(vertex.sizes) != packed[names[source.id]]:
             return False
     return True

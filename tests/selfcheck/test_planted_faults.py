@@ -11,8 +11,8 @@ import torch
 
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor
+from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.selfcheck import orders, self_check
 from disco_accel.selfcheck import trial as trial_module
 from disco_accel.selfcheck.outcome import Outcome
@@ -66,8 +66,8 @@ def without_memory_edges(plan: MemGraph) -> MemGraph:
 
 def with_two_values_in_one_place(plan: MemGraph) -> MemGraph:
     """All reloads write to the lowest address."""
-    reloads = {(v.id, 0) for v in plan.vertices if v.kind is VertexKind.RELOAD}
-    return replace(plan, slots={k: replace(s, addr=0) if k in reloads else s for k, s in plan.slots.items()})
+    reloads = {(v.id, 0) for v in plan.vertices if swaps_in(v)}
+    return replace(plan, slots={k: replace(s, offset=0) if k in reloads else s for k, s in plan.slots.items()})
 
 
 @pytest.mark.parametrize("damage", [without_memory_edges, with_two_values_in_one_place])

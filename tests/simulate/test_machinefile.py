@@ -10,6 +10,7 @@ import pytest
 
 from disco_accel.cli.main import main
 from disco_accel.errors import ConfigError
+from disco_accel.graph.spaces import BETWEEN_DEVICES, HOST, ROUTE_OF, TO_DEVICE, TO_HOST, Space
 from disco_accel.graph.taskgraph import Vertex, VertexKind
 from disco_accel.plan import make_plan
 from disco_accel.simulate.machine_file import read_machine
@@ -28,7 +29,8 @@ def write(folder: Path, content: object) -> Path:
 def test_links_that_are_not_named_keep_the_default(tmp_path: Path) -> None:
     link = {"kinds": ["h2d"], "bandwidth": 1e9, "latency": 1e-6, "scope": "device"}
     machine = read_machine(write(tmp_path, {"compute_streams": 2, "links": [link]}))
-    assert (machine.compute_streams, machine.h2d, machine.d2h) == (2, Link(1e9, 1e-6), Link(2.0e10, 1e-5))
+    assert machine.compute_streams == 2
+    assert (machine.link(TO_DEVICE), machine.link(TO_HOST)) == (Link(1e9, 1e-6), Link(2.0e10, 1e-5))
 
 
 def test_keys_that_mean_nothing_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -42,13 +44,14 @@ def test_keys_that_mean_nothing_are_named(tmp_path: Path, caplog: pytest.LogCapt
 def test_some_devices_may_have_links_of_another_bandwidth(tmp_path: Path) -> None:
     """The bandwidths of copies from, to and between devices: one between two is as fast as the slower."""
     kinds = {"kinds": ["h2d", "d2h", "p2p"], "bandwidth": 1e9, "bandwidths": {"1": 1e8, "2": 2e9}}
-    link = read_machine(write(tmp_path, {"links": [kinds]})).p2p
+    machine = read_machine(write(tmp_path, {"links": [kinds]}))
+    link = machine.link(BETWEEN_DEVICES)
     assert (link.rate(0), link.rate(1), link.rate(2), link.rate(2, 1)) == (1e9, 1e8, 2e9, 1e8)
-    machine = Machine(h2d=link, d2h=link, p2p=link)
-    copy = Vertex(0, VertexKind.TRANSFER, 2, inputs=((9, 0),), sizes=(10**6,))
-    assert machine.seconds(copy, source=1) == pytest.approx(1e-2)
-    assert machine.seconds(copy, VertexKind.RELOAD, source=1) == pytest.approx(5e-4), "it comes over the target's link"
-    assert machine.seconds(copy, VertexKind.OFFLOAD, source=1) == pytest.approx(1e-2)
+    lanes = machine.lanes((Space(0), Space(1), Space(2)))
+    copy = Vertex(0, VertexKind.COPY, 2, inputs=((9, 0),), sizes=(10**6,), source=1)
+    assert lanes.seconds(copy) == pytest.approx(1e-2)
+    assert lanes.seconds(replace(copy, source=HOST)) == pytest.approx(5e-4), "it comes over the target's link"
+    assert lanes.seconds(replace(copy, space=HOST)) == pytest.approx(1e-2)
 
 
 @pytest.mark.parametrize("kind", ["h2d", "d2h", "p2p"])
@@ -57,8 +60,10 @@ def test_a_slow_device_slows_its_own_copies_alone(kind: str) -> None:
     shape = PipelineShape(2, 4, weight=16 << 20)
     graph = pipeline_graph(shape, shape.held - 2 * shape.weight)
     plan = make_plan(graph, cyclic=True)
-    even, link = simulate(plan).busy, getattr(Machine(), kind)
-    uneven = simulate(plan, replace(Machine(), **{kind: replace(link, bandwidths=((1, link.bandwidth / 4),))})).busy
+    even, route = simulate(plan).busy, ROUTE_OF[kind]
+    link = Machine().link(route)
+    slow = Machine(links={route: replace(link, bandwidths=((1, link.bandwidth / 4),))})
+    uneven = simulate(plan, slow).busy
     slowed = {lane for lane in even if uneven[lane] > 1.5 * even[lane]}
     assert slowed == ({f"{kind}0", f"{kind}1"} if kind == "p2p" else {f"{kind}1"}), (
         "both ends of what goes between them"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from disco_accel.graph.taskgraph import Device, OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 from disco_accel.native.backend import backend_of_kind
 from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.simulate.roofline import estimate, flops, with_estimates
@@ -70,7 +71,7 @@ def test_what_only_moves_takes_its_bytes() -> None:
 
 def test_every_kernel_of_a_graph_gets_a_duration() -> None:
     vertices = (Vertex(0, VertexKind.INPUT, 0, "x", (), (64,)), kernel(64))
-    graph = TaskGraph("g", (Device(0, 1 << 20),), vertices, {1: call("aten::neg", spec(32))})
+    graph = TaskGraph("g", (Space(0, 1 << 20),), vertices, {1: call("aten::neg", spec(32))})
     for speed in (backend_of_kind(kind).speed for kind in DEVICE_TYPES):
         found = with_estimates(graph, speed)
         assert found.vertices[0] == vertices[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 
 from disco_accel.errors import ConfigError, PlanError, Stalled
 from disco_accel.graph.carried_values import taskgraph_of
+from disco_accel.graph.copies import swaps_out
 from disco_accel.graph.files import memgraph_from_json, read_memgraph
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.spaces import BETWEEN_DEVICES, HOST, TO_DEVICE, TO_HOST, Space
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import arrives_at_gate, host_copy_exists
 from disco_accel.plan import make_plan
@@ -101,8 +104,23 @@ def plans(count: int, seed: int, **shape: Any) -> list[tuple[TaskGraph, MemGraph
 
 MACHINES = (
     Machine(),
-    Machine(2, Link(1e8, 1e-6, "shared"), Link(1e8, 1e-6, "shared"), Link(1e8, 0.0, "pair"), joint=(("h2d", "d2h"),)),
-    Machine(1, Link(1e7, 0.0, groups=((0, 1),)), Link(1e8, 1e-6), Link(1e8, 1e-6, "shared")),
+    Machine(
+        2,
+        {
+            TO_DEVICE: Link(1e8, 1e-6, "shared"),
+            TO_HOST: Link(1e8, 1e-6, "shared"),
+            BETWEEN_DEVICES: Link(1e8, 0.0, "pair"),
+        },
+        joint=(("h2d", "d2h"),),
+    ),
+    Machine(
+        1,
+        {
+            TO_DEVICE: Link(1e7, 0.0, groups=((0, 1),)),
+            TO_HOST: Link(1e8, 1e-6),
+            BETWEEN_DEVICES: Link(1e8, 1e-6, "shared"),
+        },
+    ),
 )
 
 
@@ -111,8 +129,9 @@ def test_no_edge_is_broken_and_no_lane_does_more_than_it_can(dispatch: str) -> N
     for number, (_, plan) in enumerate(plans(40, seed=1)):
         machine = MACHINES[number % len(MACHINES)]
         run = simulate(plan, machine, dispatch=dispatch, seed=number)
+        lane_of = machine.lanes(plan.spaces)
         vertex = {v.id: v for v in plan.vertices}
-        ends = {id: start + machine.seconds(vertex[id]) for id, start in run.starts.items()}
+        ends = {id: start + lane_of.seconds(vertex[id]) for id, start in run.starts.items()}
         assert run.makespan == pytest.approx(max(ends.values(), default=0.0))
         for u, v in (*plan.data_edges, *plan.memory_edges):
             assert vertex[u].kind is VertexKind.INPUT or run.starts[v] >= ends[u] - 1e-12
@@ -123,26 +142,26 @@ def test_no_edge_is_broken_and_no_lane_does_more_than_it_can(dispatch: str) -> N
         lanes = defaultdict(list)
         for v in plan.vertices:
             if v.id in ends and ends[v.id] > run.starts[v.id]:
-                source = vertex[v.inputs[0][0]].device if v.kind is VertexKind.TRANSFER else v.device
-                lanes[machine.lane(v.kind, v.device, source)].append((run.starts[v.id], ends[v.id]))
+                lanes[lane_of.name(v)].append((run.starts[v.id], ends[v.id]))
         for lane, spans in lanes.items():
             width = machine.compute_streams if lane.startswith("compute") else 1
             for begin, _ in spans:
                 assert sum(a <= begin < b - 1e-12 for a, b in spans) <= width
             assert run.busy[lane] == pytest.approx(sum(b - a for a, b in spans))
         assert lower_bound(plan, machine) <= run.makespan * (1 + 1e-9)
-        assert run.makespan <= sum(map(machine.seconds, plan.vertices)) * (1 + 1e-9) + 1e-12
+        assert run.makespan <= sum(map(lane_of.seconds, plan.vertices)) * (1 + 1e-9) + 1e-12
 
 
 def test_priority_and_fifo_leave_no_lane_idle_while_something_is_ready_for_it() -> None:
     for _, plan in plans(25, seed=2):
         for dispatch in ("priority", "fifo"):
             run = simulate(plan, dispatch=dispatch)
+            lane_of = Machine().lanes(plan.spaces)
             vertex = {v.id: v for v in plan.vertices}
             before = defaultdict(set)
             for u, v in (*plan.data_edges, *plan.memory_edges):
                 before[v].add(u)
-            ends = {id: start + Machine().seconds(vertex[id]) for id, start in run.starts.items()}
+            ends = {id: start + lane_of.seconds(vertex[id]) for id, start in run.starts.items()}
             gate = max((ends[v.id] for v in plan.vertices if v.out and v.id in ends), default=0.0)
             for v, start in run.starts.items():
                 late = any(arrives_at_gate(vertex[p]) for p, _ in vertex[v].inputs) or any(
@@ -150,17 +169,8 @@ def test_priority_and_fifo_leave_no_lane_idle_while_something_is_ready_for_it() 
                 )
                 ready = max([gate if late else 0.0, *(ends[u] for u in before[v] if u in ends)])
                 if ready < start:
-                    lane = {w for w in ends if _same_lane(vertex, v, w)}
+                    lane = {w for w in ends if lane_of.name(vertex[w]) == lane_of.name(vertex[v])}
                     assert any(run.starts[w] < start and ends[w] >= start for w in lane), "the lane was free"
-
-
-def _same_lane(vertex: dict[int, Any], v: int, w: int) -> bool:
-    def lane(id: int) -> str:
-        found = vertex[id]
-        source = vertex[found.inputs[0][0]].device if found.kind is VertexKind.TRANSFER else found.device
-        return Machine().lane(found.kind, found.device, source)
-
-    return lane(v) == lane(w)
 
 
 def test_jitter_is_bounded_seeded_and_nothing_at_zero() -> None:
@@ -194,8 +204,9 @@ def test_a_period_is_no_shorter_than_the_bound_and_hardly_longer_than_one_step()
 def test_lanes_are_shared_as_the_machine_file_says() -> None:
     def lanes(*links: dict[str, Any]) -> list[str]:
         machine = machine_from_json({"links": [{"bandwidth": 1e9, **link} for link in links]})
-        kinds = (VertexKind.RELOAD, VertexKind.OFFLOAD, VertexKind.TRANSFER)
-        return [machine.lane(kind, device, 3 - device) for kind in kinds for device in (1, 2)]
+        lanes = machine.lanes((Space(1), Space(2)))
+        ends = ((HOST, 1), (HOST, 2), (1, HOST), (2, HOST), (2, 1), (1, 2))
+        return [lanes.link_name(*each) for each in ends]
 
     apart = ["h2d1", "h2d2", "d2h1", "d2h2", "p2p2", "p2p1"]
     assert lanes() == apart
@@ -209,8 +220,9 @@ def test_half_duplex_is_slower_than_two_links() -> None:
     graph = lora_graph(LoraShape(layers=4, hidden=1024, ffn=2816, vocabulary=4096, tokens=1024, flops=2e13), 40 << 20)
     plan = make_plan(graph, cyclic=True)
     link = Link(2e9, 1e-6)
-    full, half = Machine(h2d=link, d2h=link), Machine(h2d=link, d2h=link, joint=(("h2d", "d2h"),))
-    copies = sum(v.kind is VertexKind.OFFLOAD for v in plan.vertices)
+    full = Machine(links={TO_DEVICE: link, TO_HOST: link})
+    half = replace(full, joint=(("h2d", "d2h"),))
+    copies = sum(swaps_out(v) for v in plan.vertices)
     assert copies, "the plan writes back"
     assert simulate(plan, half).makespan > simulate(plan, full).makespan
     assert set(simulate(plan, half).busy) == {"compute0", "h2d+d2h0"}

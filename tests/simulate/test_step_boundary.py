@@ -10,7 +10,9 @@ import pytest
 from disco_accel.errors import PlanError, VerifyError
 from disco_accel.graph.carried_values import carried_values, taskgraph_of
 from disco_accel.graph.check import check_taskgraph
+from disco_accel.graph.copies import is_transfer, swaps_in
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
+from disco_accel.graph.spaces import HOST
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists, is_foreign
 from disco_accel.plan import make_plan
@@ -35,7 +37,7 @@ def twice(graph: TaskGraph, plan: MemGraph, cross_step: CrossStepDependencies) -
 
     def moved(v: Vertex, planned: bool) -> Vertex:
         brought = v.kind is VertexKind.INPUT and not is_foreign(v)
-        host = v.kind is VertexKind.RELOAD and v.inputs[0][0] in clean
+        host = swaps_in(v) and v.inputs[0][0] in clean
         inputs = v.inputs if host else tuple(second(ref, planned) for ref in v.inputs)
         after = tuple(other + FAR for other in v.after)
         return replace(v, id=v.id + FAR, kind=VertexKind.KERNEL if brought else v.kind, inputs=inputs, after=after)
@@ -60,7 +62,6 @@ def twice(graph: TaskGraph, plan: MemGraph, cross_step: CrossStepDependencies) -
         slots=slots,
         data_edges=tuple(data),
         memory_edges=tuple(edge for edge in memory if edge[1] not in input_ids),
-        host_offsets={**plan.host_offsets, **{id + FAR: at for id, at in plan.host_offsets.items()}},
         cyclic=False,
     )
 
@@ -87,7 +88,7 @@ def _where_residents_end(plan: MemGraph) -> dict[Ref, Ref]:
     for v in plan.vertices:
         ref = (v.id, 0)
         home = plan.slots.get(carried[ref])
-        if home is not None and v.kind is VertexKind.RELOAD and plan.slots[ref].addr == home.addr:
+        if home is not None and swaps_in(v) and plan.slots[ref].offset == home.offset:
             ends[carried[ref]] = ref
     return ends
 
@@ -97,21 +98,24 @@ def _user(plan: MemGraph) -> Vertex:
     order = {v.id: i for i, v in enumerate(plan.vertices)}
     carried = carried_values(plan)
     kept = {(v.id, k) for v in plan.vertices if v.keep for k in range(len(v.sizes))}
+    places = {
+        (v.id, k): (plan.slots[v.id, k], size)
+        for v in plan.vertices
+        for k, size in enumerate(v.sizes)
+        if (v.id, k) in plan.slots
+    }
     inputs = []
-    for ref, slot in plan.slots.items():
-        if (
-            carried[ref] in kept
-            and slot.device == 0
-            and not any(
-                order[other[0]] > order[ref[0]] and _overlap(slot, theirs) for other, theirs in plan.slots.items()
-            )
-        ):
+    for ref, (slot, size) in places.items():
+        later = (place for other, place in places.items() if order[other[0]] > order[ref[0]])
+        if carried[ref] in kept and slot.space == 0 and not any(_overlap((slot, size), place) for place in later):
             inputs.append(ref)
     return Vertex(FAR - 1, VertexKind.KERNEL, 0, "user", tuple(inputs), (0,))
 
 
-def _overlap(a: Slot, b: Slot) -> bool:
-    return a.device == b.device and a.addr < b.addr + b.size and b.addr < a.addr + a.size
+def _overlap(one: tuple[Slot, int], other: tuple[Slot, int]) -> bool:
+    """Whether two slots, each with its bytes, share some."""
+    (a, a_size), (b, b_size) = one, other
+    return a.space == b.space and a.offset < b.offset + b_size and b.offset < a.offset + a_size
 
 
 def cases(count: int) -> list[tuple[TaskGraph, MemGraph]]:
@@ -158,13 +162,17 @@ def test_the_task_graph_of_a_plan_is_the_one_that_was_planned() -> None:
             ]
 
 
+def _is_work(vertex: Vertex) -> bool:
+    return vertex.kind is VertexKind.KERNEL or is_transfer(vertex)
+
+
 def test_kept_values_wait_for_the_user() -> None:
     """Without the gate, what a step keeps would be overwritten by the next one's loads."""
     caught = 0
     for graph, plan in cases(150):
         cross_step = cross_step_dependencies(plan)
-        kernels = {i for i in cross_step.gated if plan.vertices[i].kind in (VertexKind.KERNEL, VertexKind.TRANSFER)}
-        task, loose = twice(graph, plan, replace(cross_step, gated=sorted(kernels)))
+        kernels = [i for i in cross_step.gated if _is_work(plan.vertices[i])]
+        task, loose = twice(graph, plan, replace(cross_step, gated=kernels))
         try:
             verify(_task_refs(task, loose), loose)
         except VerifyError:
@@ -173,8 +181,11 @@ def test_kept_values_wait_for_the_user() -> None:
 
 
 def test_copies_of_each_other_are_an_error() -> None:
-    kinds = (VertexKind.RELOAD, VertexKind.OFFLOAD)
-    ring = tuple(Vertex(i, kind, 0, "copy", ((1 - i, 0),), (1,)) for i, kind in enumerate(kinds))
+    ends = ((HOST, 0), (0, HOST))
+    ring = tuple(
+        Vertex(i, VertexKind.COPY, target, "copy", ((1 - i, 0),), (1,), source=source)
+        for i, (source, target) in enumerate(ends)
+    )
     _, plan = cases(1)[0]
     with pytest.raises(PlanError, match="vertex 0 copies"):
         carried_values(replace(plan, vertices=ring, slots={}, data_edges=(), memory_edges=()))

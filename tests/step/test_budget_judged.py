@@ -32,7 +32,7 @@ def test_a_planner_that_hides_the_size_of_the_device_is_caught(monkeypatch: pyte
 
     def sly(graph: TaskGraph, **asked: Any) -> MemGraph:
         plan = make_plan(with_memory(graph, lambda device: 1 << 30), cyclic=True, planner="build")
-        return replace(plan, devices=graph.devices)
+        return replace(plan, spaces=(*graph.devices, plan.host))
 
     monkeypatch.setattr(pipeline, "make_plan", sly)
     with pytest.raises(VerifyError, match="outside the"):

@@ -45,7 +45,7 @@ def test_weights_and_offloaded_values_count_while_they_are_held(tmp_path: Path) 
         model, eager = twins(LARGE, host_memory="shared")
         assert watch.stats()["host_used"] == weights() == stats(model)["host_held_bytes"]
         step(model, eager, 0)
-        offloaded = session_of(model).memory.current.plan.host_memory
+        offloaded = session_of(model).memory.current.plan.host.memory
         assert offloaded > 0 and watch.stats()["host_used"] == weights() + offloaded
         session_of(model).memory.unload()
         assert watch.stats()["host_used"] == weights()

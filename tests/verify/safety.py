@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from disco_accel.errors import BudgetTooSmall, PlanError, Stalled, VerifyError
-from disco_accel.graph.byte_ranges import ranged_values
+from disco_accel.graph.copies import ranged_values
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.values import changes_over_steps, host_copy_exists, lasting_versions

@@ -14,7 +14,8 @@ import pytest
 from disco_accel.errors import VerifyError
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.order import data_edges
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.plan.common import transitive_reduction
 from disco_accel.plan.common.transitive_reduction import remove_implied_edges
 from disco_accel.verify import happens_before
@@ -39,12 +40,12 @@ def lanes() -> tuple[TaskGraph, MemGraph]:
         inputs = ((position - LANES, 0),) if turn else ()
         vertices.append(Vertex(position, VertexKind.KERNEL, 0, f"lane {lane}", inputs, (UNIT,)))
         place = 3 * lane + (1 + turn % 2 if turn else 0)
-        slots[position, 0] = Slot(0, place * UNIT, UNIT)
+        slots[position, 0] = Slot(0, place * UNIT)
     vertices += [Vertex(LAST + lane, VertexKind.KERNEL, 0, f"last {lane}", (), (UNIT,)) for lane in range(LANES)]
-    slots |= {(LAST + lane, 0): Slot(0, 3 * lane * UNIT, UNIT) for lane in range(LANES)}
-    graph = TaskGraph("lanes", (Device(0, 3 * LANES * UNIT, UNIT),), tuple(vertices))
+    slots |= {(LAST + lane, 0): Slot(0, 3 * lane * UNIT) for lane in range(LANES)}
+    graph = TaskGraph("lanes", (Space(0, 3 * LANES * UNIT, UNIT),), tuple(vertices))
     ends = tuple((LAST - LANES + lane, LAST + lane) for lane in range(LANES))
-    return graph, MemGraph(graph.name, graph.devices, graph.vertices, slots, data_edges(graph.vertices), ends, {})
+    return graph, MemGraph(graph.name, graph.devices, graph.vertices, slots, data_edges(graph.vertices), ends)
 
 
 def without(plan: MemGraph, lane: int) -> MemGraph:

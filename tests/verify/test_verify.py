@@ -12,7 +12,8 @@ from disco_accel.errors import VerifyError
 from disco_accel.eviction import belady
 from disco_accel.graph.files import read_memgraph, read_taskgraph
 from disco_accel.graph.memgraph import MemGraph, Slot
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN, LATE, LATE_FOREIGN
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan.buildmemgraph.builder import build
@@ -79,7 +80,7 @@ def chain(**third: object) -> TaskGraph:
     """x -> a -> b, on a device with room for three values of 256 bytes."""
     return TaskGraph(
         "chain",
-        (Device(0, 768),),
+        (Space(0, 768),),
         (
             Vertex(0, VertexKind.INPUT, 0, "x", sizes=(256,)),
             Vertex(1, VertexKind.KERNEL, 0, "a", ((0, 0),), (256,)),
@@ -89,8 +90,8 @@ def chain(**third: object) -> TaskGraph:
 
 
 def plan_of(graph: TaskGraph, *addresses: int) -> MemGraph:
-    slots = {(i, 0): Slot(0, address, 256) for i, address in enumerate(addresses)}
-    return MemGraph("chain", graph.devices, graph.vertices, slots, ((1, 2),), (), {})
+    slots = {(i, 0): Slot(0, address) for i, address in enumerate(addresses)}
+    return MemGraph("chain", graph.devices, graph.vertices, slots, ((1, 2),), ())
 
 
 def test_memory_may_be_reused_once_its_reader_has_finished() -> None:
@@ -114,14 +115,14 @@ def test_an_output_that_must_replace_its_input_does() -> None:
 def test_after_must_hold() -> None:
     graph = TaskGraph(
         "after",
-        (Device(0, 512),),
+        (Space(0, 512),),
         (
             Vertex(0, VertexKind.KERNEL, 0, "a", (), (256,)),
             Vertex(1, VertexKind.KERNEL, 0, "b", (), (256,), after=(0,)),
         ),
     )
-    slots = {(0, 0): Slot(0, 0, 256), (1, 0): Slot(0, 256, 256)}
-    good = MemGraph("after", graph.devices, graph.vertices, slots, ((0, 1),), (), {})
+    slots = {(0, 0): Slot(0, 0), (1, 0): Slot(0, 256)}
+    good = MemGraph("after", graph.devices, graph.vertices, slots, ((0, 1),), ())
     verify(graph, good)
     with pytest.raises(VerifyError, match="after"):
         verify(graph, replace(good, data_edges=()))
@@ -131,7 +132,7 @@ def gated(keep: bool = False) -> TaskGraph:
     """loss is handed out at the gate; early runs before it if it likes, behind only after."""
     return TaskGraph(
         "gated",
-        (Device(0, 512),),
+        (Space(0, 512),),
         (
             Vertex(0, VertexKind.INPUT, 0, "tangent", sizes=(256,), traits=LATE_FOREIGN),
             Vertex(1, VertexKind.KERNEL, 0, "loss", (), (256,), out=True, keep=keep),
@@ -142,8 +143,8 @@ def gated(keep: bool = False) -> TaskGraph:
 
 
 def gated_plan(graph: TaskGraph, *addresses: int) -> MemGraph:
-    slots = {(i + 1, 0): Slot(0, address, 256) for i, address in enumerate(addresses)}
-    return MemGraph("gated", graph.devices, graph.vertices, slots, ((1, 2), (2, 3), (0, 3)), (), {})
+    slots = {(i + 1, 0): Slot(0, address) for i, address in enumerate(addresses)}
+    return MemGraph("gated", graph.devices, graph.vertices, slots, ((1, 2), (2, 3), (0, 3)), ())
 
 
 def test_what_is_handed_out_is_safe_until_the_gate_opens() -> None:
@@ -169,11 +170,11 @@ def test_nothing_handed_out_may_wait_for_the_gate() -> None:
 def test_a_late_input_keeps_its_place_for_the_whole_step() -> None:
     graph = gated()
     late = replace(graph.vertices[0], traits=LATE)
-    graph = replace(graph, devices=(Device(0, 1024),), vertices=(late, *graph.vertices[1:]))
+    graph = replace(graph, spaces=(Space(0, 1024),), vertices=(late, *graph.vertices[1:]))
     plan = gated_plan(graph, 0, 256, 512)
-    verify(graph, replace(plan, slots={**plan.slots, (0, 0): Slot(0, 768, 256)}))
+    verify(graph, replace(plan, slots={**plan.slots, (0, 0): Slot(0, 768)}))
     with pytest.raises(VerifyError):
-        verify(graph, replace(plan, slots={**plan.slots, (0, 0): Slot(0, 256, 256)}))
+        verify(graph, replace(plan, slots={**plan.slots, (0, 0): Slot(0, 256)}))
 
 
 def test_the_shared_example_plan_is_good() -> None:
@@ -183,17 +184,17 @@ def test_the_shared_example_plan_is_good() -> None:
 def test_a_copy_on_another_device_is_not_read() -> None:
     graph = TaskGraph(
         "two",
-        (Device(0, 512), Device(1, 512)),
+        (Space(0, 512), Space(1, 512)),
         (
             Vertex(0, VertexKind.INPUT, 0, "w", sizes=(256,), traits=FROZEN),
             Vertex(1, VertexKind.KERNEL, 0, "a", ((0, 0),), (256,)),
         ),
     )
     for device in (0, 1):
-        reload = Vertex(2, VertexKind.RELOAD, device, "", ((0, 0),), (256,))
+        reload = Vertex(2, VertexKind.COPY, device, "", ((0, 0),), (256,))
         kernel = replace(graph.vertices[1], inputs=((2, 0),))
-        slots = {(2, 0): Slot(device, 0, 256), (1, 0): Slot(0, 256, 256)}
-        plan = MemGraph("two", graph.devices, (graph.vertices[0], reload, kernel), slots, ((2, 1),), (), {})
+        slots = {(2, 0): Slot(device, 0), (1, 0): Slot(0, 256)}
+        plan = MemGraph("two", graph.devices, (graph.vertices[0], reload, kernel), slots, ((2, 1),), ())
         if device == 0:
             verify(graph, plan)
             continue
@@ -203,15 +204,15 @@ def test_a_copy_on_another_device_is_not_read() -> None:
 
 def test_a_plan_may_use_less_memory_and_a_coarser_alignment_than_the_graph_has() -> None:
     plan = plan_of(chain(), 0, 256, 0)
-    verify(chain(), replace(plan, devices=(Device(0, 512, 256),)))
+    verify(chain(), replace(plan, spaces=(Space(0, 512, 256),)))
     wide = plan_of(chain(), 0, 512, 0)
-    verify(replace(chain(), devices=(Device(0, 768, 64),)), replace(wide, devices=(Device(0, 768, 512),)))
+    verify(replace(chain(), spaces=(Space(0, 768, 64),)), replace(wide, spaces=(Space(0, 768, 512),)))
     for device, message in (
-        (Device(0, 769), "counts on 769 bytes"),
-        (Device(0, 768, 128), "not a multiple"),
-        (Device(0, 768, 384), "not a multiple"),
-        (Device(0, 768, 0), "not a multiple"),
-        (Device(1, 768), "for devices 1"),
+        (Space(0, 769), "counts on 769 bytes"),
+        (Space(0, 768, 128), "not a multiple"),
+        (Space(0, 768, 384), "not a multiple"),
+        (Space(0, 768, 0), "not a multiple"),
+        (Space(1, 768), "for spaces 1"),
     ):
         with pytest.raises(VerifyError, match=message):
-            verify(chain(), replace(plan, devices=(device,)))
+            verify(chain(), replace(plan, spaces=(device,)))

@@ -8,18 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from disco_accel.errors import GraphFileError, Stalled, VerifyError
-from disco_accel.graph.convert import plan_in_buffers, plan_in_vertices
-from disco_accel.graph.convert_graphs import graph_in_values, graph_in_vertices
+from disco_accel.errors import Stalled, VerifyError
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.schema2_files import lines, plan_from_json, plan_to_json
-from disco_accel.graph.strict_json import parse_json
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.traits import MADE_FOREIGN, RENEWED_STATE, Traits
 from disco_accel.verify.static import verify
 from tests.support.faults.home_faults import HOME_FAULTS, HOME_RUN_FAULTS
 from tests.support.oracles.adversary import run_reference
-from tests.support.oracles.buffers import verify_buffers
 from tests.support.oracles.naive_judge import is_safe
 from tests.support.plans.home_plans import home_plans
 
@@ -35,27 +30,13 @@ def refused_by_adversary(graph: TaskGraph, plan: MemGraph, orders: int) -> bool:
     return False
 
 
-def refused_by_buffers(graph: TaskGraph, plan: MemGraph) -> bool | None:
-    """None where version 2 cannot say it."""
-    try:
-        verify_buffers(graph_in_values(graph), plan_in_buffers(plan))
-    except GraphFileError:
-        return None
-    except VerifyError:
-        return True
-    return False
-
-
 def test_every_judge_accepts_good_plans() -> None:
-    said: Counter[bool | None] = Counter()
     traits: Counter[Traits] = Counter()
     for graph, plan in PLANS:
         traits.update({vertex.traits for vertex in plan.vertices if vertex.sizes[0]})
         verify(graph, plan)
         assert is_safe(graph, plan)
         assert not refused_by_adversary(graph, plan, 4)
-        said[refused_by_buffers(graph, plan)] += 1
-    assert not said[True] and said[False] > 0.9 * len(PLANS)
     assert traits[MADE_FOREIGN] >= 20 and traits[RENEWED_STATE] >= 20, "the user's memory, and states renewed there"
 
 
@@ -63,34 +44,15 @@ def test_every_judge_accepts_good_plans() -> None:
 def test_every_judge_notices_a_planted_fault(name: str) -> None:
     """The adversary, which draws orders by lot, most of those that an execution can show."""
     rng, planted, shown = random.Random(5), 0, 0
-    said: Counter[bool | None] = Counter()
     for graph, plan in PLANS:
         bad = HOME_FAULTS[name](plan, rng)
         if bad is None:
             continue
         planted += 1
-        graph = replace(graph, devices=tuple(replace(d, memory=1 << 40) for d in graph.devices))
+        graph = replace(graph, spaces=tuple(replace(d, memory=1 << 40) for d in graph.devices))
         with pytest.raises(VerifyError):
             verify(graph, bad)
         assert not is_safe(graph, bad)
-        said[refused_by_buffers(graph, bad)] += 1
         shown += name in HOME_RUN_FAULTS and refused_by_adversary(graph, bad, 20)
-    assert planted >= 8 and said[True] > 0.8 * planted and not said[False], (planted, said)
+    assert planted >= 8
     assert shown > 0.6 * planted or name not in HOME_RUN_FAULTS
-
-
-def test_files_of_version_2_give_back_the_same_graphs_and_plans() -> None:
-    same = 0
-    for graph, plan in PLANS:
-        try:
-            in_values, in_buffers = graph_in_values(graph), plan_in_buffers(plan)
-        except GraphFileError:
-            continue
-        back, plan_back = graph_in_vertices(in_values), plan_in_vertices(in_buffers)
-        assert back.devices == graph.devices and set(back.vertices) == set(graph.vertices)
-        verify(back, plan_back)
-        assert plan_from_json(parse_json(lines(plan_to_json(in_buffers)))) == in_buffers
-        assert plan_in_vertices(plan_in_buffers(plan_back)) == plan_back
-        assert (plan_back.devices, dict(plan_back.slots)) == (plan.devices, dict(plan.slots))
-        same += 1
-    assert same > 0.9 * len(PLANS)

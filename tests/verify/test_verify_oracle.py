@@ -14,8 +14,10 @@ import pytest
 
 from disco_accel.errors import PlanError, VerifyError
 from disco_accel.graph.carried_values import carried_values
-from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.graph.copies import swaps, swaps_in, swaps_out
+from disco_accel.graph.memgraph import MemGraph, Slot
+from disco_accel.graph.spaces import HOST, SpaceKind
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import arrives_at_gate, host_copy_exists
 from disco_accel.plan import make_plan
 from disco_accel.verify import homes, judged_plan, same_graph, static
@@ -61,14 +63,23 @@ def plans(count: int, seed: int) -> list[tuple[TaskGraph, MemGraph]]:
 
 def moved(plan: MemGraph, rng: random.Random) -> MemGraph:
     """A value somewhere else in its device."""
-    if not plan.slots:
+    if not on_devices(plan):
         return plan
-    ref = rng.choice(sorted(plan.slots))
+    ref = rng.choice(on_devices(plan))
     slot = plan.slots[ref]
-    device = next(d for d in plan.devices if d.id == slot.device)
-    places = [s.addr for s in plan.slots.values() if s.device == slot.device]
+    device = next(d for d in plan.devices if d.id == slot.space)
+    places = [s.offset for s in plan.slots.values() if s.space == slot.space]
     places.append(rng.randrange(device.memory // device.alignment + 1) * device.alignment)
-    return replace(plan, slots={**plan.slots, ref: replace(slot, addr=rng.choice(places))})
+    return replace(plan, slots={**plan.slots, ref: replace(slot, offset=rng.choice(places))})
+
+
+def on_devices(plan: MemGraph) -> list[Ref]:
+    """The values that have a slot on a device."""
+    return sorted(ref for ref, slot in plan.slots.items() if slot.space != HOST)
+
+
+def bytes_of(plan: MemGraph, ref: Ref) -> int:
+    return next(v for v in plan.vertices if v.id == ref[0]).sizes[ref[1]]
 
 
 def rewired(plan: MemGraph, rng: random.Random) -> MemGraph:
@@ -99,28 +110,30 @@ def reread(plan: MemGraph, rng: random.Random) -> MemGraph:
 
 def rehosted(plan: MemGraph, rng: random.Random) -> MemGraph:
     """An offload goes elsewhere on the host, or has no place there."""
-    if not plan.host_offsets:
+    offsets = {ref: slot.offset for ref, slot in plan.slots.items() if slot.space == HOST}
+    if not offsets:
         return plan
-    offload = rng.choice(sorted(plan.host_offsets))
-    offsets = dict(plan.host_offsets)
-    offsets[offload] = rng.choice((0, 256, 128, plan.host_memory, *offsets.values()))
+    ref = rng.choice(sorted(offsets))
+    slots = {**plan.slots, ref: Slot(HOST, rng.choice((0, 256, 128, plan.host.memory, *offsets.values())))}
     if rng.random() < 0.1:
-        del offsets[offload]
-    return replace(plan, host_offsets=offsets)
+        del slots[ref]
+    return replace(plan, slots=slots)
 
 
 def shrunk(plan: MemGraph, rng: random.Random) -> MemGraph:
     """Less memory, cyclic or not."""
     memory = rng.choice((0, 256, 1 << 20))
     devices = tuple(replace(d, memory=max(0, d.memory - memory)) for d in plan.devices)
-    return replace(plan, devices=devices, cyclic=rng.random() < 0.5)
+    return replace(plan, spaces=(*devices, plan.host), cyclic=rng.random() < 0.5)
 
 
 def host_shrunk(plan: MemGraph, rng: random.Random) -> MemGraph:
     """Another host arena: smaller, of less than nothing, or aligned otherwise."""
     if rng.random() < 0.3:
-        return replace(plan, host_memory=rng.choice((plan.host_memory, -1)), host_alignment=rng.choice((0, 1, 512)))
-    return replace(plan, host_memory=max(0, plan.host_memory - rng.choice((0, 1, 256))))
+        host = replace(plan.host, memory=rng.choice((plan.host.memory, -1)), alignment=rng.choice((0, 1, 512)))
+    else:
+        host = replace(plan.host, memory=max(0, plan.host.memory - rng.choice((0, 1, 256))))
+    return replace(plan, spaces=(*plan.devices, host))
 
 
 def unwaited(plan: MemGraph, rng: random.Random) -> MemGraph:
@@ -134,24 +147,25 @@ def unwaited(plan: MemGraph, rng: random.Random) -> MemGraph:
 
 
 def recopied(plan: MemGraph, rng: random.Random) -> MemGraph:
-    """A copy on another device, or of another length; its slot follows."""
-    copies = [v for v in plan.vertices if v.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD)]
+    """A copy from or to another device, or of another length; its slot follows."""
+    copies = [v for v in plan.vertices if swaps(v)]
     if not copies:
         return plan
     old = rng.choice(copies)
     if rng.random() < 0.5:
-        new = replace(old, device=rng.choice(plan.devices).id)
+        device = rng.choice(plan.devices).id
+        new = replace(old, source=device) if swaps_out(old) else replace(old, space=device)
     else:
         new = replace(old, sizes=(rng.choice((old.sizes[0] - 1, old.sizes[0] + 256, 256)),))
     slots = dict(plan.slots)
     if (old.id, 0) in slots:
-        slots[old.id, 0] = replace(slots[old.id, 0], device=new.device, size=new.sizes[0])
+        slots[old.id, 0] = replace(slots[old.id, 0], space=new.space)
     return replace(plan, vertices=tuple(new if v.id == old.id else v for v in plan.vertices), slots=slots)
 
 
 def uncopied(plan: MemGraph, rng: random.Random) -> MemGraph:
     """An offload or reload less: its readers read its source, and wait for that."""
-    copies = [v for v in plan.vertices if v.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD)]
+    copies = [v for v in plan.vertices if swaps(v)]
     if not copies:
         return plan
     lost = rng.choice(copies)
@@ -165,26 +179,19 @@ def uncopied(plan: MemGraph, rng: random.Random) -> MemGraph:
         slots={ref: slot for ref, slot in plan.slots.items() if ref[0] != lost.id},
         data_edges=(*(edge for edge in plan.data_edges if lost.id not in edge), *added),
         memory_edges=tuple(edge for edge in plan.memory_edges if lost.id not in edge),
-        host_offsets={offload: at for offload, at in plan.host_offsets.items() if offload != lost.id},
     )
 
 
 def swapped(plan: MemGraph, rng: random.Random) -> MemGraph:
     """Two values of one size on one device change places, or two vertices of one output change sizes."""
-    refs = sorted(plan.slots)
-    pairs = [
-        (a, b) for a in refs for b in refs if a < b and replace(plan.slots[a], addr=0) == replace(plan.slots[b], addr=0)
-    ]
+    kinds = {ref: (plan.slots[ref].space, bytes_of(plan, ref)) for ref in on_devices(plan)}
+    pairs = [(a, b) for a in kinds for b in kinds if a < b and kinds[a] == kinds[b]]
     if rng.random() < 0.8 and pairs:
         a, b = rng.choice(pairs)
         return replace(plan, slots={**plan.slots, a: plan.slots[b], b: plan.slots[a]})
     v, w = rng.choice(plan.vertices), rng.choice(plan.vertices)
     sizes = {v.id: w.sizes, w.id: v.sizes} if len(v.sizes) == len(w.sizes) else {}
-    vertices = tuple(replace(each, sizes=sizes.get(each.id, each.sizes)) for each in plan.vertices)
-    slots = {
-        ref: replace(slot, size=sizes.get(ref[0], {ref[1]: slot.size})[ref[1]]) for ref, slot in plan.slots.items()
-    }
-    return replace(plan, vertices=vertices, slots=slots)
+    return replace(plan, vertices=tuple(replace(v, sizes=sizes.get(v.id, v.sizes)) for v in plan.vertices))
 
 
 def gated(plan: MemGraph, rng: random.Random) -> MemGraph:
@@ -195,11 +202,11 @@ def gated(plan: MemGraph, rng: random.Random) -> MemGraph:
     out = rng.choice(outs)
     if rng.random() < 0.5:
         return replace(plan, memory_edges=(*plan.memory_edges, (rng.choice(plan.vertices).id, out.id)))
-    refs = sorted(ref for ref, slot in plan.slots.items() if slot.device == out.device)
+    refs = sorted(ref for ref, slot in plan.slots.items() if slot.space == out.space)
     if (out.id, 0) not in plan.slots or not refs:
         return plan
     ref = rng.choice(refs[-3:])
-    return replace(plan, slots={**plan.slots, ref: replace(plan.slots[ref], addr=plan.slots[out.id, 0].addr)})
+    return replace(plan, slots={**plan.slots, ref: replace(plan.slots[ref], offset=plan.slots[out.id, 0].offset)})
 
 
 def stacked(plan: MemGraph, rng: random.Random) -> MemGraph:
@@ -214,7 +221,7 @@ def stacked(plan: MemGraph, rng: random.Random) -> MemGraph:
     if not pairs:
         return plan
     ref, other = rng.choice(pairs)
-    return replace(plan, slots={**plan.slots, ref: replace(plan.slots[ref], addr=plan.slots[other].addr)})
+    return replace(plan, slots={**plan.slots, ref: replace(plan.slots[ref], offset=plan.slots[other].offset)})
 
 
 def regrown(plan: MemGraph, rng: random.Random) -> MemGraph:
@@ -228,16 +235,16 @@ def regrown(plan: MemGraph, rng: random.Random) -> MemGraph:
             replace(device, id=device.id + 1),
         )
     )
-    return replace(plan, devices=tuple(other if d == device else d for d in plan.devices))
+    return replace(plan, spaces=tuple(other if space == device else space for space in plan.spaces))
 
 
 def resourced(plan: MemGraph, rng: random.Random) -> MemGraph:
     """A reload of another content of the host that holds as many bytes; its data edge follows."""
-    reloads = [v for v in plan.vertices if v.kind is VertexKind.RELOAD]
+    reloads = [v for v in plan.vertices if swaps_in(v)]
     if not reloads:
         return plan
     victim = rng.choice(reloads)
-    sources = [v for v in plan.vertices if v.kind is VertexKind.OFFLOAD or host_copy_exists(v)]
+    sources = [v for v in plan.vertices if swaps_out(v) or host_copy_exists(v)]
     source = rng.choice([v for v in sources if v.sizes == victim.sizes])
     edges = () if source.kind is VertexKind.INPUT else ((source.id, victim.id),)
     vertices = tuple(replace(v, inputs=((source.id, 0),)) if v.id == victim.id else v for v in plan.vertices)
@@ -246,18 +253,22 @@ def resourced(plan: MemGraph, rng: random.Random) -> MemGraph:
 
 def overwritten_at_home(plan: MemGraph, rng: random.Random) -> MemGraph:
     """One more offload, of anything on a device; it waits for some vertices and some wait for it."""
-    if not plan.slots:
+    if not on_devices(plan):
         return plan
-    ref = rng.choice(sorted(plan.slots))
+    ref = rng.choice(on_devices(plan))
     number = 1 + max(v.id for v in plan.vertices)
     others = [v.id for v in plan.vertices if v.kind is not VertexKind.INPUT]
     before = [(u, number) for u in others if rng.random() < 0.5]
     then = [(number, v) for v in others if (v, number) not in before and rng.random() < 0.5]
-    slot = plan.slots[ref]
-    offload = Vertex(number, VertexKind.OFFLOAD, slot.device, "", (ref,), (slot.size,))
+    size = bytes_of(plan, ref)
+    offload = Vertex(number, VertexKind.COPY, HOST, "", (ref,), (size,), source=plan.slots[ref].space)
+    slot = {(number, 0): Slot(HOST, plan.host.memory)} if rng.random() < 0.5 else {}
+    host = replace(plan.host, memory=plan.host.memory + (size if slot else 0))
     return replace(
         plan,
+        spaces=(*plan.devices, host),
         vertices=(*plan.vertices, offload),
+        slots={**plan.slots, **slot},
         data_edges=(*plan.data_edges, (ref[0], number)),
         memory_edges=(*plan.memory_edges, *before, *then),
     )
@@ -265,12 +276,12 @@ def overwritten_at_home(plan: MemGraph, rng: random.Random) -> MemGraph:
 
 def named_otherwise(plan: MemGraph, rng: random.Random) -> MemGraph:
     """A kernel on the host reads another copy of a value; its data edge follows."""
-    hosts = {device.id for device in plan.devices if device.host}
+    hosts = {device.id for device in plan.devices if device.is_host_device}
     value = carried_values(plan)
     pairs = [
         (v, p, ref)
         for v in plan.vertices
-        if v.device in hosts and v.kind is VertexKind.KERNEL
+        if v.space in hosts and v.kind is VertexKind.KERNEL
         for p, old in enumerate(v.inputs)
         for ref in value
         if ref != old and value[ref] == value[old] and ref[0] != v.id
@@ -290,7 +301,8 @@ def named_otherwise(plan: MemGraph, rng: random.Random) -> MemGraph:
 def elsewhere(plan: MemGraph, rng: random.Random) -> MemGraph:
     """A device is the host's, or no longer."""
     device = rng.choice(plan.devices)
-    return replace(plan, devices=tuple(replace(d, host=not d.host) if d == device else d for d in plan.devices))
+    other = replace(device, kind=SpaceKind.DEVICE if device.is_host_device else SpaceKind.HOST)
+    return replace(plan, spaces=tuple(other if space == device else space for space in plan.spaces))
 
 
 def spoilt_at_home(plan: MemGraph, rng: random.Random) -> MemGraph:
@@ -370,7 +382,7 @@ CHECKS = (
     *((static, name) for name in ("_check_kept", "_check_cyclic", "_behind_gate")),
     *((static, name) for name in ("writes_home", "check_written_back")),
     *((homes, name) for name in ("_home_readers", "handed_out_at_gate")),
-    *((same_graph, name) for name in ("_check_devices", "_check_host", "_check_vertex", "_check_copies")),
+    *((same_graph, name) for name in ("_check_spaces", "_check_vertex", "_check_copies")),
 )
 
 

@@ -9,9 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from disco_accel.errors import GraphFileError, PlanError, Stalled, VerifyError
-from disco_accel.graph.convert import plan_in_buffers
-from disco_accel.graph.convert_graphs import graph_in_values
+from disco_accel.errors import PlanError, Stalled, VerifyError
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN, RENEWED, RENEWED_STATE, STATE, Traits
@@ -20,7 +18,6 @@ from disco_accel.plan import make_plan
 from disco_accel.verify.static import verify
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
 from tests.support.oracles.adversary import run_reference
-from tests.support.oracles.buffers import verify_buffers
 from tests.support.oracles.naive_judge import is_safe
 from tests.support.plans.renewed_plans import RENEWED_FAULTS, renewed_plans
 
@@ -42,48 +39,31 @@ MESSAGES = dict.fromkeys(RENEWED_FAULTS, IS_RESIDENT) | {
 }
 
 
-def assert_refused_by_buffers(graph: TaskGraph, plan: MemGraph, message: str = IS_RESIDENT) -> bool:
-    """False where version 2 cannot say it."""
-    try:
-        in_values, in_buffers = graph_in_values(graph), plan_in_buffers(plan)
-    except GraphFileError:
-        return False
-    with pytest.raises(VerifyError, match=rf"value \d+ .*{message}"):
-        verify_buffers(in_values, in_buffers)
-    return True
-
-
 def test_every_judge_accepts_good_plans() -> None:
-    said = states = 0
+    states = 0
     for graph, plan in PLANS:
         states += any(vertex.traits == RENEWED_STATE for vertex in plan.vertices)
         verify(graph, plan)
         assert is_safe(graph, plan)
         assert not refused_by_adversary(graph, plan, 4)
-        try:
-            verify_buffers(graph_in_values(graph), plan_in_buffers(plan))
-        except GraphFileError:
-            continue
-        said += 1
-    assert said > 0.8 * len(PLANS) and states >= 25
+    assert states >= 25
 
 
 @pytest.mark.parametrize("name", RENEWED_FAULTS)
 def test_every_judge_notices_a_planted_fault(name: str) -> None:
     """The adversary wherever a vertex of the second step, or the host, reads what the first has left."""
     rng = random.Random(7)
-    said: Counter[str] = Counter()
+    planted = 0
     for graph, plan in PLANS:
         bad = RENEWED_FAULTS[name](plan, rng)
         if bad is None:
             continue
-        said["planted"] += 1
+        planted += 1
         with pytest.raises(VerifyError, match=rf"vertex \d+ .*{MESSAGES[name]}"):
             verify(graph, bad)
         assert not is_safe(graph, bad)
         assert refused_by_adversary(graph, bad, 1)
-        said["buffers"] += assert_refused_by_buffers(graph, bad, MESSAGES[name])
-    assert said["planted"] >= 10 and said["buffers"] >= 8
+    assert planted >= 10
 
 
 @pytest.mark.parametrize("cyclic", [True, False])
@@ -95,7 +75,7 @@ def test_a_plan_made_for_frozen_inputs_is_refused_once_the_host_renews_them(cycl
         rng = random.Random(seed)
         graph = random_taskgraph(rng, Shape(vertices=10, devices=1, inplace=0.0))
         plan = make_plan(with_room(graph, 3.0), planner="timed", cyclic=cyclic)
-        graph = replace(graph, devices=plan.devices, vertices=_renewed(graph.vertices))
+        graph = replace(graph, spaces=plan.devices, vertices=_renewed(graph.vertices))
         stale = replace(plan, vertices=_renewed(plan.vertices))
         resident = [v for v in graph.vertices if not outlives_step(v) and v.sizes[0] and (v.id, 0) in plan.slots]
         if not resident:
@@ -106,7 +86,6 @@ def test_a_plan_made_for_frozen_inputs_is_refused_once_the_host_renews_them(cycl
             verify(graph, stale)
         assert not is_safe(graph, stale)
         assert refused_by_adversary(graph, stale, 1) == cyclic
-        assert_refused_by_buffers(graph, stale)
     assert refused > 20
 
 
@@ -124,7 +103,7 @@ def test_a_plan_made_for_states_is_refused_once_the_host_changes_them_too(memory
             plan = make_plan(with_room(graph, memory), planner="timed", cyclic=True)
         except PlanError:
             continue
-        graph = replace(graph, devices=plan.devices, vertices=_renewed(graph.vertices, STATE, RENEWED_STATE))
+        graph = replace(graph, spaces=plan.devices, vertices=_renewed(graph.vertices, STATE, RENEWED_STATE))
         other = replace(plan, vertices=_renewed(plan.vertices, STATE, RENEWED_STATE))
         resident = any((state, 0) in plan.slots for state in states)
         said[resident] += 1
@@ -133,12 +112,11 @@ def test_a_plan_made_for_states_is_refused_once_the_host_changes_them_too(memory
         if resident:
             with pytest.raises(VerifyError, match=IS_RESIDENT):
                 verify(graph, other)
-            assert_refused_by_buffers(graph, other)
         else:
             verify(graph, other)
         renewed = make_plan(with_room(graph, memory), planner="timed", cyclic=True)
         assert not any((state, 0) in renewed.slots for state in states)
-        verify(replace(graph, devices=renewed.devices), renewed)
+        verify(replace(graph, spaces=renewed.devices), renewed)
     assert said[True] > 10
 
 
@@ -146,9 +124,9 @@ def test_a_kept_renewed_input_needs_no_copy_on_the_device() -> None:
     """The host has it when the step ends."""
     weight = Vertex(0, VertexKind.INPUT, 0, sizes=(512,), traits=RENEWED, keep=True)
     kernel = Vertex(1, VertexKind.KERNEL, 0, inputs=((0, 0),), sizes=(512,))
-    graph = replace(PLANS[0][0], devices=PLANS[0][0].devices[:1], vertices=(weight, kernel, replace(kernel, id=2)))
+    graph = replace(PLANS[0][0], spaces=PLANS[0][0].devices[:1], vertices=(weight, kernel, replace(kernel, id=2)))
     plan = make_plan(graph, memory=1024, planner="timed", cyclic=True)
-    graph = replace(graph, devices=plan.devices)
+    graph = replace(graph, spaces=plan.devices)
     verify(graph, plan)
     assert is_safe(graph, plan) and not refused_by_adversary(graph, plan, 3)
 

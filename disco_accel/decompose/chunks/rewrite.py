@@ -249,7 +249,7 @@ class Rewriting:
         self.vertices[place] = self._by_id[vertex.id] = vertex
 
     def _add_kernel(self, old: Vertex, call: OpCall, inputs: Sequence[Ref], size: int) -> int:
-        vertex = Vertex(next(self._fresh), VertexKind.KERNEL, old.device, call.name, tuple(inputs), (size,))
+        vertex = Vertex(next(self._fresh), VertexKind.KERNEL, old.space, call.name, tuple(inputs), (size,))
         may = overwritable(vertex.inputs, vertex.sizes, call, self._by_id)
         self._add(replace(vertex, may_inplace=may), old.id, call)
         return vertex.id

@@ -71,7 +71,7 @@ class _Ranks:
     ) -> None:
         self._captured, self._ranks, self._itemsize, self._in_slices = captured, ranks, itemsize, in_slices
         graph = self._graph = captured.graph
-        self._device = next(device.id for device in graph.devices if not device.host)
+        self._device = next(device.id for device in graph.devices if not device.is_host_device)
         self._fresh = itertools.count(max(vertex.id for vertex in graph.vertices) + 1)
         self._calls: dict[int, OpCall] = {}
         self._vertices: list[Vertex] = []

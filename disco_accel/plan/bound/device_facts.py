@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.order import serial_order
+from disco_accel.graph.spaces import HOST, TO_DEVICE, TO_HOST, SpaceKind
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists, is_foreign, outlives_step, overwrites
-from disco_accel.simulate.simulator import Machine
+from disco_accel.simulate.simulator import Link, Machine
 
 
 def outputs_of(vertex: Vertex) -> Iterator[tuple[Ref, int]]:
@@ -37,12 +38,27 @@ class DeviceValue:
     uses: list[int] = field(default_factory=list)
 
 
+def _at_once(links: Sequence[Link], device: int) -> Link:
+    """Return a link of ``device`` that is no slower than ``links`` together."""
+    rate, latency = sum(link.rate(device) for link in links), min(link.latency for link in links)
+    return replace(links[0], bandwidth=rate, latency=latency)
+
+
 class DeviceFacts:
-    """One device by position: ``seconds`` of compute, bytes ``needed`` for inputs and outputs, ``outputs`` alone."""
+    """One device by position: ``seconds`` of compute, bytes ``needed`` for inputs and outputs, ``outputs`` alone.
+
+    ``loads`` and ``backs``: the links of its copies from and to homes. ``stored``: some of its values have their homes
+    in storage; each of the two then stands for two links at once.
+    """
 
     def __init__(self, graph: TaskGraph, machine: Machine, device: int, memory: int) -> None:
         self.machine = machine
-        self.loads, self.backs = (replace(link, bandwidth=link.rate(device)) for link in (machine.h2d, machine.d2h))
+        self.stored = any(v.space == device and v.source != HOST and host_copy_exists(v) for v in graph.vertices)
+        loads, backs = [machine.link(TO_DEVICE)], [machine.link(TO_HOST)]
+        if self.stored:
+            loads.append(machine.link((SpaceKind.STORAGE, SpaceKind.DEVICE)))
+            backs.append(machine.link((SpaceKind.DEVICE, SpaceKind.STORAGE)))
+        self.loads, self.backs = _at_once(loads, device), _at_once(backs, device)
         self.memory = memory
         order = [vertex for vertex in serial_order(graph) if vertex.kind is not VertexKind.INPUT]
         self.end = len(order)
@@ -51,7 +67,7 @@ class DeviceFacts:
         self.home_uses = HomeUses.of(graph)
         self.streams = 1 if device in self.home_uses.hosts else machine.compute_streams
         written = {self.home_uses.homes[version] for version in self.home_uses.written}
-        inputs = (v for v in graph.vertices if v.kind is VertexKind.INPUT and v.device == device)
+        inputs = (v for v in graph.vertices if v.kind is VertexKind.INPUT and v.space == device)
         for vertex in inputs:
             ref = (vertex.id, 0)
             if vertex.sizes[0] and not is_foreign(vertex) and not self.home_uses.never_moves(vertex):
@@ -65,8 +81,8 @@ class DeviceFacts:
         self.needed = np.zeros(self.end, np.int64)
         self.outputs = np.zeros(self.end, np.int64)
         for position, vertex in enumerate(order):
-            if vertex.kind is VertexKind.KERNEL and vertex.device == device:
-                self.seconds[position] = machine.seconds(vertex)
+            if vertex.kind is VertexKind.KERNEL and vertex.space == device:
+                self.seconds[position] = vertex.duration or 0.0
             self._count(position, vertex, device)
 
     def _count(self, position: int, vertex: Vertex, device: int) -> None:
@@ -74,7 +90,7 @@ class DeviceFacts:
         read = [self.values[ref] for ref in refs if ref in self.values]
         for value in read:
             value.uses.append(position)
-        written = sum(vertex.sizes) if vertex.device == device and not is_foreign(vertex) else 0
+        written = sum(vertex.sizes) if vertex.space == device and not is_foreign(vertex) else 0
         if written:
             # An output costs nothing of its own where it is, or may be, written over an input.
             over = {k for k, ref in overwrites(vertex) if ref in self.values}
@@ -83,7 +99,7 @@ class DeviceFacts:
             written -= sum(vertex.sizes[k] for k in over)
         self.needed[position] = sum(value.size for value in read) + written
         self.outputs[position] = written
-        if vertex.device == device and not is_foreign(vertex):
+        if vertex.space == device and not is_foreign(vertex):
             over_input = dict(overwrites(vertex))
             for k, size in enumerate(vertex.sizes):
                 if (vertex.id, k) in self.home_uses.written:

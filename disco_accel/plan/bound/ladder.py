@@ -14,15 +14,15 @@ from itertools import pairwise
 
 from disco_accel.errors import ConfigError
 from disco_accel.graph.carried_values import taskgraph_of
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.plan.bound.link_time import LinkTime, link_times
 from disco_accel.plan.bound.lower_bound import Bound, bound_of, bound_within_memory
 from disco_accel.plan.bound.peak_kernel_cost import bound_without_peaks
 from disco_accel.plan.bound.plan_replay import Relaxation, Replay, without_latency
 from disco_accel.plan.bound.program_of_plan import ProgramOfPlan, one_stream
 from disco_accel.plan.bound.waits import Wait, waits_for_copies
-from disco_accel.plan.summary import copied_bytes
+from disco_accel.plan.summary import swapped_bytes
 from disco_accel.simulate.machine import Machine
 from disco_accel.simulate.simulator import simulate
 
@@ -126,8 +126,8 @@ def explain(plan: MemGraph, machine: Machine | None = None, *, search: float = _
         step=run.makespan,
         bound=bound,
         rows=rows,
-        reload_bytes=copied_bytes(plan, VertexKind.RELOAD),
-        offload_bytes=copied_bytes(plan, VertexKind.OFFLOAD),
+        reload_bytes=swapped_bytes(plan, swaps_in),
+        offload_bytes=swapped_bytes(plan, swaps_out),
         links=link_times(plan, machine, run),
         waits=waits[:longest],
         waited=waited,

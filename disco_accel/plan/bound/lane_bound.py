@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from disco_accel.graph.copies import is_transfer
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.plan.bound.lanes import Lanes
@@ -73,12 +74,12 @@ def _exchanging_kernels(graph: TaskGraph, lanes: Lanes) -> list[list[int]]:
     """Return sets of kernels at one depth, one of each device, the results of which others wait for.
 
     Where these are slices of one result, the kernel that made it stands for them: all of their copies follow it."""
-    devices = {vertex.device for vertex in graph.vertices if vertex.kind is VertexKind.KERNEL}
+    devices = {vertex.space for vertex in graph.vertices if vertex.kind is VertexKind.KERNEL}
     devices -= host_devices(graph.devices)
     if len(devices) < 2:
         return []
-    kernels = {lanes.place[v.id]: v.device for v in graph.vertices if v.kind is VertexKind.KERNEL}
-    read = (vertex.inputs[0][0] for vertex in graph.vertices if vertex.kind is VertexKind.TRANSFER)
+    kernels = {lanes.place[v.id]: v.space for v in graph.vertices if v.kind is VertexKind.KERNEL}
+    read = (vertex.inputs[0][0] for vertex in graph.vertices if is_transfer(vertex))
     sent = {lanes.place[each] for each in read if each in lanes.place} & kernels.keys()
     at: dict[int, dict[int, int]] = defaultdict(dict)
     for place in sorted(sent):

@@ -12,7 +12,7 @@ from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate
 from disco_accel.plan.bound.lane_times import heads, least_span, near_heads
-from disco_accel.simulate.machine import Machine, copy_kind
+from disco_accel.simulate.machine import Machine
 
 
 @dataclass
@@ -35,8 +35,7 @@ class Lanes:
     def of(cls, graph: TaskGraph, machine: Machine) -> Lanes:
         """Return the lanes that ``machine`` has for ``graph``."""
         order = serial_order(graph)
-        hosts = host_devices(graph.devices)
-        device = {vertex.id: vertex.device for vertex in order}
+        hosts, lanes = host_devices(graph.devices), machine.lanes(graph.spaces)
         late = {vertex.id for vertex in order if arrives_at_gate(vertex)}
         rest = [vertex for vertex in order if vertex.kind is not VertexKind.INPUT]
         gate = len(rest)
@@ -52,12 +51,9 @@ class Lanes:
         names: dict[str, int] = {}
         for i, vertex in enumerate(rest):
             at = made.place[vertex.id] = places[i]
-            source = device[vertex.inputs[0][0]] if vertex.inputs else vertex.device
-            kind = copy_kind(vertex, source, hosts)
-            near = source if kind is VertexKind.OFFLOAD else vertex.device
-            made.lane[at] = names.setdefault(machine.lane(kind, near, source), len(names))
-            made.seconds[at] = machine.seconds(vertex, kind, source)
-            in_streams = kind is VertexKind.KERNEL and vertex.device not in hosts
+            made.lane[at] = names.setdefault(lanes.name(vertex), len(names))
+            made.seconds[at] = lanes.seconds(vertex)
+            in_streams = vertex.kind is VertexKind.KERNEL and vertex.space not in hosts
             made.share[at] = made.seconds[at] / (machine.compute_streams if in_streams else 1)
         for i, found_at in enumerate(sources):
             made.before[places[i]] = sorted(places[each] for each in found_at)

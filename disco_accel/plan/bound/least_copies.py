@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.plan.bound.device_facts import DeviceFacts
 
 
@@ -65,13 +64,13 @@ In Qwen3-30B-A3B's step at 44 GiB these values are 2.4 GiB, and 4.4 of its 33.8 
 
 
 def least_loads(facts: DeviceFacts) -> tuple[float, float]:
-    """Return ``least_copies`` of reloads alone."""
-    return least_copies(facts, (VertexKind.RELOAD,))
+    """Return ``least_copies`` of loads alone."""
+    return least_copies(facts, loads=True, backs=False)
 
 
-def least_copies(facts: DeviceFacts, directions: Collection[VertexKind]) -> tuple[float, float]:
-    """Return seconds and bytes that copies in ``directions`` (RELOAD, OFFLOAD) take at least in a step, by linear
-    programming; what the host renews is loaded once besides.
+def least_copies(facts: DeviceFacts, *, loads: bool, backs: bool) -> tuple[float, float]:
+    """Return seconds and bytes that ``loads`` from the host, copies ``back`` to it, or both take at least in a step, by
+    linear programming; what the host renews is loaded once besides.
 
     The variables are the bytes of each value kept through each gap; at no position may more be kept than fits beside
     the inputs and outputs of its vertex. Bytes that are not kept are reloaded, and written back before where a kernel
@@ -80,14 +79,14 @@ def least_copies(facts: DeviceFacts, directions: Collection[VertexKind]) -> tupl
     written back and reloaded count twice.
     """
     link = facts.loads
-    renewed = facts.renewed if VertexKind.RELOAD in directions else []
+    renewed = facts.renewed if loads else []
     always = sum(renewed) / link.bandwidth + len(renewed) * link.latency
     gaps = gaps_of(facts)
     rows = _rows(facts, gaps)
     if not rows:
         return always, sum(renewed)
     spans = _spans(facts, gaps, rows)
-    costs = [_cost(facts, directions, size, changed) for _, _, size, changed in spans]
+    costs = [_cost(facts, loads, changed and backs, size) for _, _, size, changed in spans]
     sizes = [sum(gap.size for gap in same) / facts.memory for same in spans.values()]
     kept = _most_valuable(facts, rows, spans, sizes, [seconds for seconds, _ in costs])
     if kept is None:
@@ -119,10 +118,9 @@ def _spans(facts: DeviceFacts, gaps: Sequence[Gap], rows: Sequence[int]) -> _Spa
     return spans
 
 
-def _cost(facts: DeviceFacts, directions: Collection[VertexKind], size: int, changed: bool) -> tuple[float, int]:
+def _cost(facts: DeviceFacts, loads: bool, written_back: bool, size: int) -> tuple[float, int]:
     """Return the cost of a byte that is not kept, in bytes loaded, and how often it is copied."""
     link, back = facts.loads, facts.backs
-    loads, written_back = VertexKind.RELOAD in directions, changed and VertexKind.OFFLOAD in directions
     cost = loads * (1.0 + link.latency * link.bandwidth / size)
     if written_back:
         cost += (1.0 + back.latency * back.bandwidth / size) * link.bandwidth / back.bandwidth

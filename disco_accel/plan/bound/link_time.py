@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.simulate.machine import Machine
 from disco_accel.simulate.simulator import Simulation, Simulator
 
@@ -37,7 +37,7 @@ def link_times(plan: MemGraph, machine: Machine, run: Simulation) -> list[LinkTi
     simulator = Simulator(plan, machine)
     loads: dict[int, list[int]] = {}
     for i, vertex in enumerate(plan.vertices):
-        if vertex.kind is VertexKind.RELOAD:
+        if swaps_in(vertex):
             loads.setdefault(simulator.lanes[i], []).append(i)
     return [_link_time(simulator, machine, run, lane, own) for lane, own in sorted(loads.items())]
 
@@ -63,7 +63,8 @@ def _link_time(simulator: Simulator, machine: Machine, run: Simulation, lane: in
         other += 0.0 if i in wanted else simulator.seconds[i]
     idle["done"] += run.makespan - now
     moved = [i for i in loads if simulator.seconds[i]]
-    latency = machine.h2d.latency * len(moved)
+    routes = machine.lanes(plan.spaces)
+    latency = sum(machine.link(routes.route(v.source, v.space)).latency for v in (plan.vertices[i] for i in moved))
     in_all = sum(simulator.seconds[i] for i in moved)
     return LinkTime(simulator.lane_names[lane], len(moved), in_all - latency, latency, other, idle)
 
@@ -73,6 +74,6 @@ def _reason(simulator: Simulator, waits: Sequence[tuple[int, bool]], begin: Sequ
     if not waits:
         return "source"
     last, through_memory = max(waits, key=lambda wait: begin[wait[0]] + simulator.seconds[wait[0]])
-    if simulator.memgraph.vertices[last].kind is VertexKind.OFFLOAD:
+    if swaps_out(simulator.memgraph.vertices[last]):
         return "offload"
     return "no_room" if through_memory else "source"

@@ -11,8 +11,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from disco_accel.graph.check import dependencies
-from disco_accel.graph.home_uses import HomeUses, host_devices
+from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.order import serial_order
+from disco_accel.graph.spaces import HOST
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
 from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate
 from disco_accel.plan.bound.device_facts import DeviceFacts, outputs_of
@@ -20,7 +21,6 @@ from disco_accel.plan.bound.lane_bound import lane_bound
 from disco_accel.plan.bound.least_copies import least_copies, least_loads
 from disco_accel.plan.bound.ordered_starts import Precedence
 from disco_accel.plan.bound.step_program import StepProgram
-from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 
 
@@ -52,27 +52,25 @@ def bound_within_memory(graph: TaskGraph, machine: Machine, critical_path: float
     """Return the bound of ``graph`` whose critical path is known."""
     facts = [DeviceFacts(graph, machine, device.id, device.memory) for device in graph.devices]
     # Devices that share a link, and kinds of copies that do, take turns on it.
+    lanes = machine.lanes(graph.spaces)
     links: dict[str, float] = defaultdict(float)
     reloaded = 0.0
     for device, each in zip(graph.devices, facts, strict=True):
-        loads, backs = (machine.lane(kind, device.id, device.id) for kind in (VertexKind.RELOAD, VertexKind.OFFLOAD))
+        loads, backs = lanes.link_name(HOST, device.id), lanes.link_name(device.id, HOST)
+        if each.stored:
+            # Two links at once, of which another device may share one and not the other.
+            loads, backs = f"to {device.id}", f"from {device.id}"
         seconds, nbytes = least_loads(each)
         reloaded += nbytes
         if any(value.changed for value in each.each_value):
-            both = (VertexKind.RELOAD, VertexKind.OFFLOAD)
-            written_back, _ = least_copies(each, both if loads == backs else (VertexKind.OFFLOAD,))
+            written_back, _ = least_copies(each, loads=loads == backs, backs=True)
             links[backs] += written_back
             seconds = 0.0 if loads == backs else seconds
         links[loads] += seconds
-    where = {vertex.id: vertex.device for vertex in graph.vertices}
-    hosts = host_devices(graph.devices)
     for vertex in graph.vertices:
-        if vertex.kind is VertexKind.TRANSFER:
-            source = where[vertex.inputs[0][0]]
-            kind = copy_kind(vertex, source, hosts)
-            near = source if kind is VertexKind.OFFLOAD else vertex.device
-            links[machine.lane(kind, near, source)] += machine.seconds(vertex, kind, source)
-    precedence = Precedence.of(graph, machine, hosts)
+        if vertex.kind is VertexKind.COPY:
+            links[lanes.name(vertex)] += lanes.seconds(vertex)
+    precedence = Precedence.of(graph, machine)
     return Bound(
         compute=max((sum(each.seconds) / each.streams for each in facts), default=0.0),
         link=max(links.values(), default=0.0),
@@ -87,7 +85,7 @@ def _critical_path(graph: TaskGraph, machine: Machine) -> float:
     the kernels of each device that follow late inputs run one after the other."""
     ends: dict[int, float] = {}
     home_uses = HomeUses.of(graph)
-    device = {vertex.id: vertex.device for vertex in graph.vertices}
+    lanes = machine.lanes(graph.spaces)
     written = ((ref, size) for vertex in graph.vertices for ref, size in outputs_of(vertex) if ref in home_uses.written)
     sizes = {ref: size for ref, size in written if size}
     late = {vertex.id for vertex in graph.vertices if arrives_at_gate(vertex)}
@@ -99,17 +97,16 @@ def _critical_path(graph: TaskGraph, machine: Machine) -> float:
         if vertex.id in late or not behind_gate.isdisjoint(sources):
             behind_gate.add(vertex.id)
             if vertex.kind is VertexKind.KERNEL:
-                streams = 1 if vertex.device in home_uses.hosts else machine.compute_streams
-                loads[vertex.device] += machine.seconds(vertex) / streams
+                streams = 1 if vertex.space in home_uses.hosts else machine.compute_streams
+                loads[vertex.space] += lanes.seconds(vertex) / streams
         begin = max((ends[source] for source in sources), default=0.0)
         for ref in vertex.inputs:
             if ref in sizes and not home_uses.at_home(vertex, ref):
-                # A reload takes it from its home to the device.
-                begin = max(begin, ends[ref[0]] + machine.h2d.seconds(sizes[ref], vertex.device))
+                # A swap-in takes it from its home to the device.
+                begin = max(begin, ends[ref[0]] + lanes.copy_seconds(sizes[ref], HOST, vertex.space))
         if not late.isdisjoint(sources):
             begin = max(begin, gate)
-        source = device[vertex.inputs[0][0]] if vertex.inputs else vertex.device
-        ends[vertex.id] = begin + machine.seconds(vertex, copy_kind(vertex, source, home_uses.hosts), source)
+        ends[vertex.id] = begin + lanes.seconds(vertex)
         if handed_out_at_gate(vertex):
             gate = max(gate, ends[vertex.id])
     return max([*ends.values(), gate + max(loads.values(), default=0.0)])

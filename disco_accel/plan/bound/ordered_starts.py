@@ -17,7 +17,7 @@ from disco_accel.graph.check import dependencies
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate
-from disco_accel.simulate.machine import Machine, copy_kind
+from disco_accel.simulate.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +32,18 @@ class Precedence:
     seconds: Sequence[float]
 
     @classmethod
-    def of(cls, graph: TaskGraph, machine: Machine, hosts: frozenset[int]) -> Precedence:
+    def of(cls, graph: TaskGraph, machine: Machine) -> Precedence:
         """Return that of ``graph``, whose kernels and transfers take as long as on ``machine``."""
         vertices = serial_order(graph)
         rest = [vertex for vertex in vertices if vertex.kind is not VertexKind.INPUT]
         position = {vertex.id: i for i, vertex in enumerate(rest)}
-        device = {vertex.id: vertex.device for vertex in vertices}
         gate = len(rest)
         position |= {vertex.id: gate for vertex in vertices if arrives_at_gate(vertex)}
         before = [sorted({position[each] for each in dependencies(v) if each in position}) for v in rest]
         out = [i for i, vertex in enumerate(rest) if handed_out_at_gate(vertex)]
         last_out = max(out, default=-1)
-        sources = (device[v.inputs[0][0]] if v.inputs else v.device for v in rest)
-        seconds = [
-            machine.seconds(v, copy_kind(v, source, hosts), source) for v, source in zip(rest, sources, strict=True)
-        ]
+        lanes = machine.lanes(graph.spaces)
+        seconds = [lanes.seconds(vertex) for vertex in rest]
         order = [*range(last_out + 1), gate, *range(last_out + 1, gate)]
         return cls([*before, out], order, [*seconds, 0.0])
 

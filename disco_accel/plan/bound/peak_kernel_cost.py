@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.bound.device_facts import DeviceFacts
 from disco_accel.plan.bound.least_copies import least_loads
@@ -18,7 +17,7 @@ _SHARE = 0.99
 def bound_without_peaks(graph: TaskGraph, machine: Machine) -> float:
     """Return the bound of ``graph`` if no kernel took more bytes than the largest but one in a hundred: about what
     running the loss in chunks would leave."""
-    precedence = Precedence.of(graph, machine, host_devices(graph.devices))
+    precedence = Precedence.of(graph, machine)
     most = 0.0
     for device in graph.devices:
         facts = DeviceFacts(graph, machine, device.id, device.memory)
@@ -33,7 +32,8 @@ def bound_without_peaks(graph: TaskGraph, machine: Machine) -> float:
 def usual_need(graph: TaskGraph, machine: Machine) -> int:
     """Return the bytes that ninety-nine in a hundred kernels of ``graph`` need no more of, inputs and outputs together:
     on the device where these are the most."""
-    every = (DeviceFacts(graph, machine, device.id, device.memory) for device in graph.devices if not device.host)
+    devices = (device for device in graph.devices if not device.is_host_device)
+    every = (DeviceFacts(graph, machine, device.id, device.memory) for device in devices)
     return max((_usual(facts) for facts in every if facts.end), default=0)
 
 

@@ -10,10 +10,10 @@ import heapq
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.plan.bound.plan_storages import Storage, storages_of
-from disco_accel.simulate.machine import Machine
+from disco_accel.simulate.machine import DEFAULT_LINKS, Machine
 from disco_accel.simulate.simulator import Simulation, Simulator
 
 
@@ -79,7 +79,7 @@ class Replay:
             if not asked.anywhere:
                 begin = max(begin, max((ends[each] for each in self.memory[i]), default=0.0))
             seconds = taken[i]
-            free = asked.free_offloads and vertex.kind is VertexKind.OFFLOAD
+            free = asked.free_offloads and swaps_out(vertex)
             lane = None if free or simulator.inputs[i] else lanes[simulator.lanes[i]]
             if lane is not None:
                 begin = max(begin, lane.free)
@@ -89,7 +89,7 @@ class Replay:
                     arena = memory[storage.device]
                     if simulator.inputs[i]:
                         arena.take(storage.size)
-                    elif asked.fine and vertex.kind is VertexKind.RELOAD:
+                    elif asked.fine and swaps_in(vertex):
                         end = max(end, arena.stream(storage.size, seconds))
                     else:
                         # Its end moves with its start.
@@ -105,8 +105,7 @@ class Replay:
 
 def without_latency(machine: Machine) -> Machine:
     """Return ``machine`` with copies that take as long as their bytes."""
-    h2d, d2h, p2p = (replace(link, latency=0.0) for link in (machine.h2d, machine.d2h, machine.p2p))
-    return replace(machine, h2d=h2d, d2h=d2h, p2p=p2p)
+    return machine.with_links({route: replace(machine.link(route), latency=0.0) for route in DEFAULT_LINKS})
 
 
 class _Lane:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from disco_accel.graph.carried_values import inputs_held
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, VertexKind
 from disco_accel.graph.values import is_handed_out
@@ -27,24 +28,24 @@ def storages_of(plan: MemGraph) -> list[Storage]:
     """Return each storage once: what a kernel writes over an input, at the same offset, is no further one."""
     number = {vertex.id: i for i, vertex in enumerate(plan.vertices)}
     # A kept result may end the step on the host alone.
-    offloaded = {vertex.inputs[0] for vertex in plan.vertices if vertex.kind is VertexKind.OFFLOAD}
+    offloaded = {vertex.inputs[0] for vertex in plan.vertices if swaps_out(vertex)}
     of: dict[Ref, Storage] = {}
     made: list[Storage] = []
     for i, vertex in enumerate(plan.vertices):
         read: dict[tuple[int, int], Storage] = {}
         for ref in vertex.inputs:
             # A reload of an input reads the host's copy.
-            from_host = vertex.kind is VertexKind.RELOAD and plan.vertices[number[ref[0]]].kind is VertexKind.INPUT
+            from_host = swaps_in(vertex) and plan.vertices[number[ref[0]]].kind is VertexKind.INPUT
             if ref in of and not from_host:
                 of[ref].users.add(i)
-                read[plan.slots[ref].device, plan.slots[ref].addr] = of[ref]
+                read[plan.slots[ref].space, plan.slots[ref].offset] = of[ref]
         for k in range(len(vertex.sizes)):
-            slot = plan.slots.get((vertex.id, k)) if vertex.kind is not VertexKind.OFFLOAD else None
-            if slot is None or not slot.size:
+            slot = plan.slots.get((vertex.id, k)) if not swaps_out(vertex) else None
+            if slot is None or not vertex.sizes[k]:
                 continue
-            over = read.get((slot.device, slot.addr))
+            over = read.get((slot.space, slot.offset))
             if over is None:
-                over = Storage(slot.device, slot.size, i, {i})
+                over = Storage(slot.space, vertex.sizes[k], i, {i})
                 made.append(over)
             over.stays |= is_handed_out(vertex) and (vertex.id, k) not in offloaded
             over.users.add(i)
@@ -58,6 +59,7 @@ def at_the_end(plan: MemGraph) -> dict[Ref, Ref]:
     """Return for each input, and resident range of one, that is on its device when a step starts what holds it there
     when the step ends."""
     held = inputs_held(plan)
+    size = {(vertex.id, k): nbytes for vertex in plan.vertices for k, nbytes in enumerate(vertex.sizes)}
     begin = {(vertex.id, k): vertex.begin for vertex in plan.vertices for k in range(len(vertex.sizes))}
     residents: dict[int, list[Ref]] = defaultdict(list)
     for vertex in plan.vertices:
@@ -69,7 +71,8 @@ def at_the_end(plan: MemGraph) -> dict[Ref, Ref]:
         slot = plan.slots[ref]
         for first in residents.get(held.get(ref, -1), ()):
             there = plan.slots[first]
-            same_place = there.addr - begin[first] == slot.addr - begin[ref]
-            if same_place and slot.addr <= there.addr and there.addr + there.size <= slot.addr + slot.size:
+            same_place = there.offset - begin[first] == slot.offset - begin[ref]
+            covers = there.offset + size[first] <= slot.offset + size[ref]
+            if same_place and slot.offset <= there.offset and covers:
                 found[first] = ref
     return found

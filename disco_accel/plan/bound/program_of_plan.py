@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from disco_accel.graph.carried_values import carried_values, taskgraph_of
+from disco_accel.graph.copies import is_transfer
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.order import serial_order
@@ -30,7 +31,8 @@ class ProgramOfPlan:
         self.facts = DeviceFacts(graph, machine, device.id, device.memory)
         order = [vertex for vertex in serial_order(graph) if vertex.kind is not VertexKind.INPUT]
         every = range(len(order))
-        seconds = [machine.seconds(vertex) for vertex in order]
+        lanes = machine.lanes(graph.spaces)
+        seconds = [lanes.seconds(vertex) for vertex in order]
         one_by_one = Precedence([*([i - 1] if i else [] for i in every), []], [*every, len(order)], [*seconds, 0.0])
         self.in_order = StepProgram(self.facts, one_by_one)
         self._kept = _kept_gaps(plan, self.facts, [vertex.id for vertex in order])
@@ -42,7 +44,7 @@ class ProgramOfPlan:
 
 def one_stream(plan: MemGraph, machine: Machine) -> bool:
     """Whether ``plan`` is of one device, whose kernels run one after the other, and moves nothing by transfers."""
-    transfers = any(vertex.kind is VertexKind.TRANSFER for vertex in plan.vertices)
+    transfers = any(is_transfer(vertex) for vertex in plan.vertices)
     return len(plan.devices) == 1 and not host_devices(plan.devices) and machine.compute_streams == 1 and not transfers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from disco_accel.graph.carried_values import carried_values
+from disco_accel.graph.copies import swaps
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.simulate.machine import Machine
@@ -46,7 +47,7 @@ def waits_for_copies(plan: MemGraph, machine: Machine, run: Simulation) -> tuple
         gap = run.starts[vertex_id] - free[lane]
         free[lane] = max(free[lane], end[vertex_id])
         last = max(before.get(vertex_id, ()), key=end.__getitem__, default=None)
-        if gap <= 0 or last is None or plan.vertices[number[last]].kind not in (VertexKind.RELOAD, VertexKind.OFFLOAD):
+        if gap <= 0 or last is None or not swaps(plan.vertices[number[last]]):
             continue
         value = carried[last, 0][0]
         name, size = plan.vertices[number[value]].op, plan.vertices[number[last]].sizes[0]

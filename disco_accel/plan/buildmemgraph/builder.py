@@ -151,10 +151,10 @@ class _Builder:
             for k, size in enumerate(vertex.sizes):
                 ref = (vertex.id, k)
                 values[ref] = ValueState(
-                    ref, size, vertex.device, is_foreign(vertex), handed_out_at_gate(vertex), [], end + 1
+                    ref, size, vertex.space, is_foreign(vertex), handed_out_at_gate(vertex), [], end + 1
                 )
                 if host_copy_exists(vertex):
-                    values[ref].host = ref
+                    values[ref].host, values[ref].home = ref, vertex.source
         for position, vertex in enumerate(self.order):
             for ref in dict.fromkeys(vertex.inputs):
                 values[ref].uses.append(position)
@@ -187,7 +187,7 @@ class _Builder:
         elif self.cyclic and self.residents - self.permanent:
             self._reserve_kept()
         for vertex in sorted(present, key=lambda v: (not is_permanent(v), not host_copy_exists(v))):
-            memory = self.memories[vertex.device]
+            memory = self.memories[vertex.space]
             value = self.values[vertex.id, 0]
             fit = memory.free_list.highest_fit(memory.aligned(value.size))
             if fit is None:
@@ -200,11 +200,11 @@ class _Builder:
                 value.resident_offset = copy.addr
                 memory.lowest_resident_offset = min(memory.lowest_resident_offset, copy.addr)
                 memory.has_resident_offsets = True
-            self.slots[value.ref] = Slot(vertex.device, copy.addr, value.size)
+            self.slots[value.ref] = Slot(vertex.space, copy.addr)
             if not host_copy_exists(vertex):
                 memory.held[value.ref] = copy
         for vertex in present:
-            self.memories[vertex.device].retire(self.values[vertex.id, 0])
+            self.memories[vertex.space].retire(self.values[vertex.id, 0])
 
     def _reserve_kept(self) -> None:
         """Reserve bytes for kept outputs for the whole step, if they are small.
@@ -212,7 +212,7 @@ class _Builder:
         Allocated when they are made, they might lie on the offset of a resident that must come back.
         """
         for device, memory in self.memories.items():
-            kept = [vertex for vertex in self.order if is_handed_out(vertex) and vertex.device == device]
+            kept = [vertex for vertex in self.order if is_handed_out(vertex) and vertex.space == device]
             total = sum(memory.aligned(value.size) for value in self._reservable(kept))
             if total * _KEPT_SHARE <= memory.free_list.bytes:
                 self._reserve(kept)
@@ -259,7 +259,7 @@ class _Builder:
             copy.reserved_blocks = []
             if value.copy is copy:
                 self.memories[value.device].retire(value)
-        memory = self.memories[vertex.device]
+        memory = self.memories[vertex.space]
         for copy in outputs:
             copy.value.copy = copy
             if not copy.permanent:
@@ -324,17 +324,17 @@ class _Builder:
         allocated = self._allocate_outputs(vertex, unplaced, inputs, copies)
         for value, blocks in zip(unplaced, allocated, strict=True):
             release.extend(release_of(blocks, self.repairs))
-            outputs.append(self.memories[vertex.device].copy_in(value, blocks))
+            outputs.append(self.memories[vertex.space].copy_in(value, blocks))
         for copy in outputs:
             copy.producer = vertex.id
-            self.slots[copy.value.ref] = Slot(vertex.device, copy.addr, copy.value.size)
+            self.slots[copy.value.ref] = Slot(vertex.space, copy.addr)
         return outputs, release
 
     def _allocate_outputs(
         self, vertex: Vertex, outputs: Sequence[ValueState], inputs: Sequence[ValueState], copies: dict[Ref, DeviceCopy]
     ) -> list[list[FreeBlock]]:
         """Allocate ``outputs``; if the vertex's own inputs lie between the free bytes, these leave and are reloaded."""
-        memory = self.memories[vertex.device]
+        memory = self.memories[vertex.space]
         allocated: list[list[FreeBlock]] = []
         try:
             for value in outputs:
@@ -342,7 +342,7 @@ class _Builder:
         except Infeasible:
             for blocks in allocated:
                 memory.free_list.free(blocks)
-            present = [value for value in inputs if value.device == vertex.device and value.copy is copies[value.ref]]
+            present = [value for value in inputs if value.device == vertex.space and value.copy is copies[value.ref]]
             allocated = memory.compact(present, [value.size for value in outputs])
             self._bring(present, copies)
         return allocated
@@ -351,7 +351,7 @@ class _Builder:
         """Return the copy that output 0 of ``vertex`` is written over, if any; the device loses its value."""
         if vertex.inplace:
             return self._overwrite(position, vertex, copies)
-        memory = self.memories[vertex.device]
+        memory = self.memories[vertex.space]
         if (vertex.id, 0) in self.reserved or (is_handed_out(vertex) and memory.has_resident_offsets):
             # Kept to the end, it might lie on the offset of a resident that must come back.
             return None
@@ -369,7 +369,7 @@ class _Builder:
         return None
 
     def _overwrite(self, position: int, vertex: Vertex, copies: Mapping[Ref, DeviceCopy]) -> DeviceCopy:
-        memory = self.memories[vertex.device]
+        memory = self.memories[vertex.space]
         [(_, overwritten)] = overwrites(vertex)
         value = self.values[overwritten]
         copy = copies[value.ref]

@@ -42,7 +42,7 @@ def working_set(graph: TaskGraph) -> int:
 def least_memory(graph: TaskGraph) -> int:
     """Return the bytes that devices of ``graph`` which have less must get at least, if it has no plan as they are: more
     than the smallest has, and as many as a vertex needs on one where it does not fit."""
-    devices = [device for device in graph.devices if not device.host]
+    devices = [device for device in graph.devices if not device.is_host_device]
     needs = [need for device in devices if (need := largest_need(graph, device.id)[0]) > device.memory]
     return max([min(device.memory for device in devices) + 1, *needs])
 
@@ -131,7 +131,7 @@ def _grow_until_feasible(
 
 def has_ample_memory(graph: TaskGraph) -> bool:
     """Whether each device has so much more than any of its kernels needs that BUILDMEMGRAPH need not be asked."""
-    devices = [device for device in graph.devices if not device.host]
+    devices = [device for device in graph.devices if not device.is_host_device]
     return all(_AMPLE * largest_need(graph, device.id)[0] <= device.memory for device in devices)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from disco_accel.eviction import Candidate, Policy, belady, fifo, lru
-from disco_accel.graph.taskgraph import Device, Ref
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import Ref
 from disco_accel.plan.buildmemgraph.adjacent_victims import Extent, adjacent_victims
 from disco_accel.plan.common.device_copy import DeviceCopy, FreeBlock, ValueState
 from disco_accel.plan.common.free_list import AddressRange, FreeList, Rank
@@ -53,7 +54,7 @@ class DeviceMemory:
     """
 
     def __init__(
-        self, device: Device, policy: Policy, repairs: Repairs, plan: PlanLog, slack: float | None = None
+        self, device: Space, policy: Policy, repairs: Repairs, plan: PlanLog, slack: float | None = None
     ) -> None:
         self.align = device.alignment
         size = device.memory // device.alignment * device.alignment

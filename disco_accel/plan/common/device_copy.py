@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from disco_accel.graph.spaces import HOST
 from disco_accel.graph.taskgraph import Ref, Vertex
 
 _CLOSE = 20
@@ -67,7 +68,8 @@ class ValueState:
     ``uses`` are the serial positions that read it, ascending, each once; the position after the last vertex stands for
     the virtual end vertex that reads kept values. ``next`` counts the uses that have been executed. ``copy`` is the
     copy on the device, if there is one; ``cached`` is the last copy that was freed, whose bytes may be intact.
-    ``host`` names the copy on the host: a clean input or an offload. ``reserved``: the copy is held for the next use,
+    ``host`` names the copy in the backing space ``home``: an input, or a swap-out. ``reserved``: the copy is held for
+    the next use,
     until a nearer use needs its memory. ``resident_offset`` is the address at which a resident of a cyclic plan must be
     when the step ends.
     """
@@ -83,6 +85,7 @@ class ValueState:
     copy: DeviceCopy | None = None
     cached: DeviceCopy | None = None
     host: Ref | None = None
+    home: int = HOST
     reserved: bool = False
     resident_offset: int | None = None
 

@@ -58,7 +58,7 @@ def _reversed(graph: TaskGraph, order: Sequence[Vertex]) -> MemGraph:
     inputs.append(Vertex(gate, VertexKind.INPUT, graph.devices[0].id, traits=FOREIGN))
     rest = [replace(v, out=False) for v in reversed(order) if v.kind is not VertexKind.INPUT]
     edges = tuple((after, before) for before, after in _edges(order, gate))
-    return MemGraph(graph.name, graph.devices, (*inputs, *rest), {}, edges, (), {})
+    return MemGraph(graph.name, graph.spaces, (*inputs, *rest), {}, edges, ())
 
 
 def _edges(order: Sequence[Vertex], gate: int) -> Iterator[Edge]:

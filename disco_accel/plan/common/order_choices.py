@@ -30,8 +30,8 @@ class OrderChoices:
         weights are loaded, if those of a device do not fit it. Beside a host device, one device has the first alone."""
         hosts = host_devices(graph.devices)
         work = [vertex for vertex in graph.vertices if vertex.kind is not VertexKind.INPUT]
-        devices = {vertex.device for vertex in work if vertex.device not in hosts}
-        on_host = any(vertex.kind is VertexKind.KERNEL and vertex.device in hosts for vertex in work)
+        devices = {vertex.space for vertex in work if vertex.space not in hosts}
+        on_host = any(vertex.kind is VertexKind.KERNEL and vertex.space in hosts for vertex in work)
         if len(devices) + on_host < 2:
             return cls((), 0.0)
         run = unlimited_run(graph, machine)

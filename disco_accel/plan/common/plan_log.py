@@ -22,16 +22,16 @@ class PlanLog:
     def reload(self, value: ValueState, release: tuple[int, ...], addr: int) -> PlannedVertex:
         """Add a reload of ``value`` to ``addr`` that waits for ``release``."""
         assert value.host is not None
-        vertex = Vertex(self._new_id(), VertexKind.RELOAD, value.device, "reload", (value.host,), (value.size,))
+        vertex = self._copy("reload", value.host, value.size, source=value.home, target=value.device)
         planned = PlannedVertex(vertex)
         self.planned.append(planned)
         self.memory_edges[vertex.id] = release
-        self.slots[vertex.id, 0] = Slot(value.device, addr, value.size)
+        self.slots[vertex.id, 0] = Slot(value.device, addr)
         return planned
 
     def offload(self, value: ValueState, copy: DeviceCopy) -> int:
         """Add an offload of the copy ``copy`` of ``value`` and return its id."""
-        vertex = Vertex(self._new_id(), VertexKind.OFFLOAD, value.device, "offload", (copy.ref,), (value.size,))
+        vertex = self._copy("offload", copy.ref, value.size, source=value.device, target=value.home)
         self.planned.append(PlannedVertex(vertex))
         self.memory_edges[vertex.id] = ()
         return vertex.id
@@ -44,6 +44,9 @@ class PlanLog:
     def readers_until(self, value: ValueState, last: int) -> list[int]:
         """Return the ids of the readers of ``value`` from its next use up to position ``last``."""
         return [self.serial[p].id for p in value.uses[value.next :] if p <= last and p < len(self.serial)]
+
+    def _copy(self, op: str, value: Ref, size: int, source: int, target: int) -> Vertex:
+        return Vertex(self._new_id(), VertexKind.COPY, target, op, (value,), (size,), source=source)
 
     def _new_id(self) -> int:
         self._next_id += 1

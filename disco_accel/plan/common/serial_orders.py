@@ -40,7 +40,7 @@ def unlimited_run(graph: TaskGraph, machine: Machine) -> Simulation:
     """Simulate one step of ``graph`` on ``machine`` with memory for everything."""
     order = serial_order(graph)
     before = tuple((order[reader].id, order[writer].id) for reader, writer in overwritings(order))
-    return simulate(MemGraph(graph.name, graph.devices, order, {}, data_edges(order), before, {}), machine)
+    return simulate(MemGraph(graph.name, graph.spaces, order, {}, data_edges(order), before), machine)
 
 
 def start_order(

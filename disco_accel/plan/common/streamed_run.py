@@ -15,6 +15,7 @@ from itertools import accumulate
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.order import data_edges, serial_order
+from disco_accel.graph.spaces import TO_DEVICE
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists, is_foreign, is_handed_out, outlives_step
 from disco_accel.plan.common.serial_orders import overwritings
@@ -32,8 +33,8 @@ def streamed_starts(graph: TaskGraph, machine: Machine) -> Mapping[int, float] |
     total = Counter[int]()
     for vertex in order:
         if host_copy_exists(vertex):
-            total[vertex.device] += vertex.sizes[0]
-    if all(device.host or total[device.id] <= room[device.id] for device in graph.devices):
+            total[vertex.space] += vertex.sizes[0]
+    if all(device.is_host_device or total[device.id] <= room[device.id] for device in graph.devices):
         return None
     return _StreamedRun(graph, order, machine, room).starts()
 
@@ -43,7 +44,7 @@ def _others(order: Sequence[Vertex], device: int) -> int:
     last = {ref: at for at, vertex in enumerate(order) for ref in vertex.inputs}
     change = [0] * (len(order) + 1)
     for at, vertex in enumerate(order):
-        if vertex.device == device and not host_copy_exists(vertex) and not is_foreign(vertex):
+        if vertex.space == device and not host_copy_exists(vertex) and not is_foreign(vertex):
             for k, size in enumerate(vertex.sizes):
                 change[at] += size
                 change[len(order) if is_handed_out(vertex) else last.get((vertex.id, k), at) + 1] -= size
@@ -140,18 +141,18 @@ class _StreamedRun:
     def __init__(self, graph: TaskGraph, order: tuple[Vertex, ...], machine: Machine, room: Mapping[int, int]) -> None:
         before = tuple((order[reader].id, order[writer].id) for reader, writer in overwritings(order))
         self.machine = machine
-        self.plan = Simulator(MemGraph(graph.name, graph.devices, order, {}, data_edges(order), before, {}), machine)
-        self.device = [vertex.device for vertex in order]
+        self.plan = Simulator(MemGraph(graph.name, graph.spaces, order, {}, data_edges(order), before), machine)
+        self.device = [vertex.space for vertex in order]
         hosts = host_devices(graph.devices)
-        near = {vertex.id: vertex for vertex in order if host_copy_exists(vertex) and vertex.device not in hosts}
+        near = {vertex.id: vertex for vertex in order if host_copy_exists(vertex) and vertex.space not in hosts}
         self.size = {vertex.id: vertex.sizes[0] for vertex in near.values()}
         self.weights = {device: _Weights(bytes_) for device, bytes_ in room.items()}
         self.reads: list[tuple[int, ...]] = []
         for at, vertex in enumerate(order):
-            own_weights = [p for p, _ in vertex.inputs if p in near and near[p].device == vertex.device]
+            own_weights = [p for p, _ in vertex.inputs if p in near and near[p].space == vertex.space]
             self.reads.append(tuple(dict.fromkeys(own_weights)) if vertex.kind is VertexKind.KERNEL else ())
             if self.reads[at]:
-                own = self.weights[vertex.device]
+                own = self.weights[vertex.space]
                 own.kernels.append(at)
                 # Beside the weights of one kernel there is room for those of the next.
                 own.room = max(own.room, 2 * sum(self.size[each] for each in self.reads[at]))
@@ -253,5 +254,5 @@ class _StreamedRun:
         if own.make_room(self.size[missing], at, self.size):
             own.room -= self.size[missing]
             own.coming = missing
-            seconds = self.machine.h2d.seconds(self.size[missing], device)
+            seconds = self.machine.link(TO_DEVICE).seconds(self.size[missing], device)
             heapq.heappush(self.events, (self.now + seconds, -1, device))

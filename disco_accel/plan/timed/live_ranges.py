@@ -10,8 +10,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.memgraph import MemGraph, Slot
-from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
+from disco_accel.graph.taskgraph import Ref, Vertex
 from disco_accel.plan.common.assemble import assemble
 from disco_accel.plan.common.device_copy import PlannedVertex
 from disco_accel.plan.common.plan_log import PlanLog
@@ -247,7 +248,7 @@ class LiveRanges:
     @cached_property
     def sizes(self) -> dict[int, int]:
         """Bytes of each reload that others are merged into."""
-        size = {vertex.id: vertex.sizes[0] for vertex in self.planned if vertex.kind is VertexKind.RELOAD}
+        size = {vertex.id: vertex.sizes[0] for vertex in self.planned if swaps_in(vertex)}
         sizes = {first: size[first] for first in self.merged.values()}
         for vertex, first in self.merged.items():
             sizes[first] += size[vertex]
@@ -287,12 +288,8 @@ class LiveRanges:
             for (_, readers), (ref, _) in pairwise(live.values):
                 waits.setdefault(ref[0], []).extend(reader for reader in readers if reader != ref[0])
         log.memory_edges = {vertex: tuple(dict.fromkeys(others)) for vertex, others in waits.items()}
-        vertices = (*requirements.inputs, *self.resident_ranges, *(each.vertex for each in log.planned))
-        sizes = {(vertex.id, k): size for vertex in vertices for k, size in enumerate(vertex.sizes)}
         slots = {
-            ref: Slot(live.device, live.offset, sizes[ref])
-            for ref, live in self.by_value.items()
-            if ref[0] not in self.merged
+            ref: Slot(live.device, live.offset) for ref, live in self.by_value.items() if ref[0] not in self.merged
         }
         return assemble(requirements.graph, log, slots, cyclic=cyclic)
 

@@ -77,7 +77,7 @@ class _Replay:
                 ticks[subject] = tick
                 self._run(subject, tick)
             elif event is SwapEvent.RELOAD:
-                reload = self._copy(VertexKind.RELOAD, subject, self.host[subject])
+                reload = self._swap_in(subject, self.host[subject])
                 self.loads.setdefault(subject, []).append(reload)
                 self._open(subject, (reload, 0), tick)
                 self.current[subject].scheduled = tick
@@ -148,7 +148,7 @@ class _Replay:
 
     def _offload(self, index: int) -> None:
         live = self.current[index]
-        offload = self._copy(VertexKind.OFFLOAD, index, live.values[-1][0])
+        offload = self._swap_out(index, live.values[-1][0])
         live.values[-1][1].append(offload)
         if self.buffers[index].starts_on_host:
             # It goes home, over what the reloads so far have read there.
@@ -214,11 +214,16 @@ class _Replay:
         self.live.all.append(live)
         self.live.by_value[ref] = live
 
-    def _copy(self, kind: VertexKind, index: int, source: Ref) -> int:
+    def _swap_in(self, index: int, value: Ref) -> int:
         buffer = self.buffers[index]
-        vertex = Vertex(
-            self.next_id, kind, buffer.device, kind.name.lower(), (source,), (buffer.size,), begin=buffer.begin
-        )
+        return self._copy("reload", value, buffer.size, buffer.home, buffer.device, buffer.begin)
+
+    def _swap_out(self, index: int, value: Ref) -> int:
+        buffer = self.buffers[index]
+        return self._copy("offload", value, buffer.size, buffer.device, buffer.home, buffer.begin)
+
+    def _copy(self, op: str, value: Ref, size: int, source: int, target: int, begin: int) -> int:
+        vertex = Vertex(self.next_id, VertexKind.COPY, target, op, (value,), (size,), begin=begin, source=source)
         self.next_id += 1
         self.live.planned.append(vertex)
         self.live.ticks.append(self.tick)

@@ -17,8 +17,10 @@ import numpy as np
 
 from disco_accel.errors import PlanError
 from disco_accel.graph.check import called
+from disco_accel.graph.copies import is_transfer
 from disco_accel.graph.home_uses import HomeUses, host_devices
 from disco_accel.graph.order import serial_order
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import (
     arrives_at_gate,
@@ -36,7 +38,7 @@ from disco_accel.graph.values import (
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.timed.leaving_values import hold_until_transferred
 from disco_accel.plan.timed.step_buffers import PinnedBuffer, StepRequirements, SwappableBuffer
-from disco_accel.simulate.machine import copy_kind
+from disco_accel.simulate.machine import LaneMap
 from disco_accel.simulate.simulator import Machine
 
 GUESSED_BANDWIDTH = 1e12
@@ -62,12 +64,8 @@ def requirements_of(
     serial = serial_order(graph)
     inputs = tuple(vertex for vertex in serial if vertex.kind is VertexKind.INPUT)
     order = serial[len(inputs) :]
-    device, hosts = {vertex.id: vertex.device for vertex in serial}, host_devices(graph.devices)
-    sources = [device[vertex.inputs[0][0]] if vertex.inputs else vertex.device for vertex in order]
-    seconds = [
-        kernel_seconds(vertex, machine, copy_kind(vertex, source, hosts), source)
-        for vertex, source in zip(order, sources, strict=True)
-    ]
+    lanes = machine.lanes(graph.spaces)
+    seconds = [vertex_seconds(vertex, lanes) for vertex in order]
     alignments = {device.id: device.alignment for device in graph.devices}
     requirements = StepRequirements(graph, inputs, order, seconds, alignments)
     collector = _Collector(requirements, machine, min_gap_ratio, not_offloaded)
@@ -96,15 +94,11 @@ def check_overwrites(graph: TaskGraph) -> None:
                 )
 
 
-def kernel_seconds(
-    vertex: Vertex, machine: Machine, copy: VertexKind | None = None, source: int | None = None
-) -> float:
-    """Return how long ``vertex`` takes on ``machine``; a kernel without a duration is guessed from its outputs.
-
-    Of a transfer, ``copy``: the kind of copy that it is; ``source``: the device that its input is on."""
+def vertex_seconds(vertex: Vertex, lanes: LaneMap) -> float:
+    """Return how long ``vertex`` takes; a kernel without a duration is guessed from its outputs."""
     if vertex.kind is VertexKind.KERNEL and vertex.duration is None:
         return sum(vertex.sizes) / GUESSED_BANDWIDTH
-    return machine.seconds(vertex, copy, source)
+    return lanes.seconds(vertex)
 
 
 class _Collector:
@@ -174,22 +168,20 @@ class _Collector:
         """Return by position whether it is a copy between a device and the host, beside which kernels run."""
         hosts = host_devices(self.requirements.graph.devices)
         return [
-            vertex.kind is VertexKind.TRANSFER
-            and not hosts.isdisjoint((vertex.device, self.vertices[vertex.inputs[0][0]].device))
+            is_transfer(vertex) and not hosts.isdisjoint((vertex.space, vertex.source))
             for vertex in self.requirements.order
         ]
 
     def _touched(self, vertex: Vertex) -> tuple[int, ...]:
-        if vertex.kind is VertexKind.TRANSFER:
-            ref = vertex.inputs[0]
-            return tuple(dict.fromkeys((self.home_uses.device_of(ref, self.vertices[ref[0]]), vertex.device)))
-        return (vertex.device,)
+        if is_transfer(vertex):
+            return tuple(dict.fromkeys((vertex.source, vertex.space)))
+        return (vertex.space,)
 
     def _add_input(self, vertex: Vertex) -> None:
         requirements, ref = self.requirements, (vertex.id, 0)
         if is_foreign(vertex) or not vertex.sizes[0] or self.home_uses.never_moves(vertex):
             return
-        block = requirements.block(vertex.sizes[0], vertex.device)
+        block = requirements.block(vertex.sizes[0], vertex.space)
         readers = self.readers.get(ref, [])
         if host_copy_exists(vertex):
             versions = self.states.get(ref, [ref])
@@ -203,15 +195,15 @@ class _Collector:
             uses = sorted({position for version in versions for position in self.readers.get(version, ())})
             if uses:
                 for begin, size in self._ranges(vertex):
-                    block = requirements.block(size, vertex.device)
-                    buffer = SwappableBuffer(ref, vertex.device, block, size, uses, True)
+                    block = requirements.block(size, vertex.space)
+                    buffer = SwappableBuffer(ref, vertex.space, block, size, uses, True, home=vertex.source)
                     buffer.writes, buffer.versions, buffer.outlives_step = writes, versions, outlives_step(vertex)
                     buffer.begin, buffer.is_range = begin, size < vertex.sizes[0]
                     requirements.swappable.append(buffer)
             return
         lasts = must_survive_step(vertex) or arrives_at_gate(vertex)
         last = requirements.end if lasts else max(readers, default=0)
-        self._pin(PinnedBuffer(vertex.device, block, [ref], -1, last))
+        self._pin(PinnedBuffer(vertex.space, block, [ref], -1, last))
 
     def _ranges(self, vertex: Vertex) -> list[tuple[int, int]]:
         """Return where the ranges begin in which the input is swapped, and the bytes of each: about equally many."""
@@ -221,7 +213,7 @@ class _Collector:
         order = self.requirements.order
         if any(order[position].kind is not VertexKind.KERNEL for position in self.readers[vertex.id, 0]):
             return [(0, size)]
-        step = self.requirements.block(-(-size // (size // self.range_bytes)), vertex.device)
+        step = self.requirements.block(-(-size // (size // self.range_bytes)), vertex.space)
         return [(begin, min(step, size - begin)) for begin in range(0, size, step)]
 
     def _order_at_home(self) -> None:
@@ -246,7 +238,7 @@ class _Collector:
             reader = self.requirements.order[position]
             raise PlanError(
                 f"{called(reader)}: reads {called(vertex)} at its home, which {called(changes)} changes on device "
-                f"{vertex.device}; let a transfer take it to device {reader.device}"
+                f"{vertex.space}; let a transfer take it to device {reader.space}"
             )
 
     def _add_written_at_home(self, vertex: Vertex, block: int, versions: Sequence[Ref]) -> None:
@@ -271,7 +263,7 @@ class _Collector:
             if uses[-1] > overwritten_at:
                 raise PlanError(_read_too_late(requirements.order[uses[-1]], requirements.order[overwritten_at]))
             requirements.read_before.setdefault(overwritten_at, []).append(index)
-        buffer = SwappableBuffer(version, vertex.device, block, vertex.sizes[0], uses, True, evictable_from=ready)
+        buffer = SwappableBuffer(version, vertex.space, block, vertex.sizes[0], uses, True, evictable_from=ready)
         buffer.versions, buffer.outlives_step = [version], False
         requirements.swappable.append(buffer)
         if place:
@@ -283,7 +275,7 @@ class _Collector:
             ref = (vertex.id, k)
             if not size or ref in self.state_versions or is_foreign(vertex):
                 continue
-            block = requirements.block(size, vertex.device)
+            block = requirements.block(size, vertex.space)
             readers = self.readers.get(ref, [])
             to_the_end = is_handed_out(vertex)
             last = requirements.end if to_the_end else max(readers, default=position)
@@ -296,7 +288,7 @@ class _Collector:
                 continue
             overwritten = self._overwritten(position, vertex, k, block)
             if overwritten is None:
-                self._pin(PinnedBuffer(vertex.device, block, [ref], position, last))
+                self._pin(PinnedBuffer(vertex.space, block, [ref], position, last))
             else:
                 overwritten.values.append(ref)
                 overwritten.last = max(overwritten.last, last)
@@ -319,7 +311,7 @@ class _Collector:
             ref = vertex.inputs[p]
             buffer = self.pinned_of.get(ref)
             everywhere = all(q in vertex.may_inplace for q, other in enumerate(vertex.inputs) if other == ref)
-            fits = buffer is not None and buffer.device == vertex.device and buffer.block == block
+            fits = buffer is not None and buffer.device == vertex.space and buffer.block == block
             if fits and everywhere and self._is_last_reader(position, ref):
                 source = self.vertices[ref[0]]
                 if not arrives_at_gate(source) and source.sizes[ref[1]] >= vertex.sizes[0]:
@@ -353,8 +345,8 @@ class _Collector:
         if self.min_gap_ratio is None or ref in self.overwritten or vertex.id in self.not_offloaded:
             return False
         requirements, size = self.requirements, vertex.sizes[ref[1]]
-        offload = self.machine.d2h.seconds(size, vertex.device)
-        reload = self.machine.h2d.seconds(size, vertex.device)
+        offload = self.machine.link(TO_HOST).seconds(size, vertex.space)
+        reload = self.machine.link(TO_DEVICE).seconds(size, vertex.space)
         offloaded = self.starts[position + 1] + offload
         # Before its offload has ended an eviction would free nothing, so readers until then need no reload.
         evictable = max(position + 1, min(bisect_left(self.starts, offloaded), requirements.end))
@@ -367,7 +359,7 @@ class _Collector:
         gaps = (after - before for before, after in pairwise(times))
         if not any(gap > self.min_gap_ratio * (offload + reload) for gap in gaps):
             return False
-        activation = SwappableBuffer(ref, vertex.device, block, size, uses, False, position, evictable, versions=[ref])
+        activation = SwappableBuffer(ref, vertex.space, block, size, uses, False, position, evictable, versions=[ref])
         requirements.made.setdefault(position, []).append(len(requirements.swappable))
         requirements.swappable.append(activation)
         return True

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.spaces import TO_DEVICE
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import DRAFTED, FINISHED, PLACED, REPLAYED, SOLVED, SearchWork
@@ -283,7 +284,7 @@ class _DraftSearch:
 
     def _waits_for_link(self, draft: Draft) -> bool:
         """Whether the draft keeps links so busy that a reload which starts later cannot be made up for."""
-        links = sum(self.machine.h2d.rate(device) for device in self.capacity)
+        links = sum(self.machine.link(TO_DEVICE).rate(device) for device in self.capacity)
         return draft.schedule.reloaded > self.settings.busy_link * draft.schedule.seconds * links
 
     def _redraft(self, draft: Draft, over: Mapping[int, Profile]) -> None:

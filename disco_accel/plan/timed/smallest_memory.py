@@ -47,7 +47,7 @@ def smallest_timed_memory(graph: TaskGraph, machine: Machine, *, cyclic: bool, w
     The memory that the devices of ``graph`` have now is known to be infeasible. Raises Infeasible where even memory for
     everything is not enough.
     """
-    devices = [device for device in graph.devices if not device.host]
+    devices = [device for device in graph.devices if not device.is_host_device]
     unit = max(device.alignment for device in devices)
     least = -(-least_memory(graph) // unit)
     counted = SearchWork()

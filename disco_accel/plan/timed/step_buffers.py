@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from disco_accel.graph.spaces import HOST
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex
 from disco_accel.graph.values import must_survive_step
 
@@ -45,7 +46,8 @@ class SwappableBuffer:
     at home. An activation stays on the device
     from its ``producer`` up to before ``evictable_from``, by when its
     offload should have ended; readers in between are
-    not among its ``uses``. ``begin``: where its bytes begin in the value, of which it is a range if ``is_range``.
+    not among its ``uses``. ``home``: the space that has it when its device has not. ``begin``: where its bytes begin in
+    the value, of which it is a range if ``is_range``.
     """
 
     ref: Ref
@@ -61,6 +63,7 @@ class SwappableBuffer:
     outlives_step: bool = True
     begin: int = 0
     is_range: bool = False
+    home: int = HOST
 
     @property
     def may_be_resident(self) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from disco_accel.graph.spaces import TO_DEVICE
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.timed.kept_gaps import Kept, in_two_steps
 from disco_accel.plan.timed.planner_library import planner_library
@@ -113,7 +114,7 @@ def schedule_step(
     ExtensionError where the library cannot be built.
     """
     memory = capacity, requirements.pinned_bytes, requirements.unevictable_bytes
-    call = _SwapCall(_tables(requirements, machine, capacity), machine.h2d.latency, *memory)
+    call = _SwapCall(_tables(requirements, machine, capacity), machine.link(TO_DEVICE).latency, *memory)
     given = at_start, at_end, permanent, _in_pairs(kept or {})
     events = call.run(given, None, repeats)
     return SwapSchedule(_events(events, call.tables.devices), call.answer.seconds, call.answer.reloaded)
@@ -134,7 +135,7 @@ def buffers_at_boundary(
     if twice not in requirements.derived:
         requirements.derived[twice] = _tables(requirements, machine, capacity).twice()
     memory = (bytes_twice(each, end) for each in (requirements.pinned_bytes, requirements.unevictable_bytes))
-    call = _SwapCall(requirements.derived[twice], machine.h2d.latency, capacity, *memory)
+    call = _SwapCall(requirements.derived[twice], machine.link(TO_DEVICE).latency, capacity, *memory)
     given = (), (), permanent, _in_pairs(in_two_steps(kept, end))
     call.run(given, end, True)
     there: list[int] = call.at_boundary[: call.answer.at_boundary].tolist()

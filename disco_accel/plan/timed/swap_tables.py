@@ -13,17 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from disco_accel.graph.check import dependencies
-from disco_accel.graph.home_uses import host_devices
-from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.graph.copies import is_transfer
+from disco_accel.graph.spaces import BETWEEN_DEVICES, TO_DEVICE, TO_HOST
 from disco_accel.plan.timed.step_buffers import StepRequirements
-from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_KINDS = {VertexKind.RELOAD: 1, VertexKind.OFFLOAD: 2, VertexKind.TRANSFER: 3}
-"""The lane of a vertex; 0: the compute of its device."""
+_KINDS = {TO_DEVICE: 1, TO_HOST: 2, BETWEEN_DEVICES: 3}
+"""The number of the lane of a copy between devices by its route; 0: the compute of a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +92,12 @@ class SwapTables:
         order, buffers, end = requirements.order, requirements.swappable, requirements.end
         number = {vertex.id: i for i, vertex in enumerate(order)}
         device_number = {device: i for i, device in enumerate(devices)}
-        hosts = host_devices(requirements.graph.devices)
-        lanes = [
-            _KINDS.get(copy_kind(vertex, touched[0], hosts), 0) if vertex.kind is VertexKind.TRANSFER else 0
-            for vertex, touched in zip(order, requirements.devices, strict=True)
-        ]
+        on_links = machine.lanes(requirements.graph.spaces)
+        lanes = [_KINDS[on_links.route(vertex.source, vertex.space)] if is_transfer(vertex) else 0 for vertex in order]
         seconds = np.array(requirements.seconds, np.float64)
-        device = np.array([device_number[vertex.device] for vertex in order], np.int64)
-        load, offload = (
-            [link.seconds(buffer.size, buffer.device) for buffer in buffers] for link in (machine.h2d, machine.d2h)
-        )
+        device = np.array([device_number[vertex.space] for vertex in order], np.int64)
+        load = [on_links.copy_seconds(buffer.size, buffer.home, buffer.device) for buffer in buffers]
+        offload = [on_links.copy_seconds(buffer.size, buffer.device, buffer.home) for buffer in buffers]
 
         def each(values: Iterable[int]) -> Ints:
             return np.fromiter(values, np.int64, len(buffers))

@@ -69,7 +69,9 @@ class PlanLoader:
             # PEFT's merge of some adapters and the user's ``.data = `` put other tensors in the place of weights.
             self._placement.gather(step.captured.constants.values())
             step.follow(model)
-        needed = {device.id: arena_bytes(step.plan, device.id) for device in step.plan.devices if not device.host}
+        needed = {
+            device.id: arena_bytes(step.plan, device.id) for device in step.plan.devices if not device.is_host_device
+        }
         self._claim(step, max(needed.values()))
         if not self._arenas_do(needed):
             self._memory.unload()
@@ -134,8 +136,8 @@ class PlanLoader:
             pieces |= {(what, id(memory)): memory.nbytes for memory in memories if memory.nbytes}
         loaded = [step for step in self._memory.plans.values() if step.loaded is not None]
         for step in loaded if more is None else [*loaded, more]:
-            if step.plan.host_memory:
-                pieces["offloaded values", id(step)] = step.plan.host_memory
+            if step.plan.host.memory:
+                pieces["offloaded values", id(step)] = step.plan.host.memory
         self._memory.host_claims.hold(pieces)
 
     def _refresh_shards(self) -> None:

@@ -143,7 +143,7 @@ class PlanSet:
             self.minimum = error.needed
             raise
         first = self._first
-        require_host_memory(self._host_memory, planned.graph, planned.plan.host_memory, copies=first.captured.copies)
+        require_host_memory(self._host_memory, planned.graph, planned.plan.host.memory, copies=first.captured.copies)
         plain = replace(
             first,
             graph=planned.graph,
@@ -202,7 +202,7 @@ class PlanSet:
         everything = sum(-(-size // align) * align for vertex in graph.vertices for size in vertex.sizes)
         budget = self.recipe.budget(most)
         plan = self.recipe.planned(min(most, budget.total_for(everything)), elsewhere=elsewhere).plan
-        used = max(arena_bytes(plan, device.id) for device in plan.devices if not device.host)
+        used = max(arena_bytes(plan, device.id) for device in plan.devices if not device.is_host_device)
         self.max_useful = min(most, budget.total_for(used))
         if self.max_useful not in self.settled:
             self.make(self.max_useful, elsewhere=elsewhere)
@@ -237,7 +237,7 @@ class PlanSet:
 
 
 def _arena(step: CompiledStep) -> int:
-    return next(device.memory for device in step.graph.devices if not device.host)
+    return next(device.memory for device in step.graph.devices if not device.is_host_device)
 
 
 def _planned(

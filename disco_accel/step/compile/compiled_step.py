@@ -175,18 +175,15 @@ class CompiledStep:
         seconds: dict[int, float] = {}
         for vertex in self.plan.vertices:
             if vertex.id in self.records:
-                seconds[vertex.device] = seconds.get(vertex.device, 0.0) + self.records[vertex.id].seconds
-        return max((seconds.get(device.id, 0.0) for device in self.plan.devices if not device.host), default=0.0)
-
-    def copy_bytes(self, kind: VertexKind) -> int:
-        """Bytes that OFFLOAD or RELOAD vertices move in one step."""
-        return sum(sum(v.sizes) for v in self.plan.vertices if v.kind is kind)
+                seconds[vertex.space] = seconds.get(vertex.space, 0.0) + self.records[vertex.id].seconds
+        devices = (device.id for device in self.plan.devices if not device.is_host_device)
+        return max((seconds.get(device, 0.0) for device in devices), default=0.0)
 
     def bound_seconds(self, bandwidth: float | None) -> float:
         """The step cannot be shorter: max(compute, busier direction of the link)."""
         if bandwidth is None:
             return self.compute_seconds
-        devices = (device.id for device in self.plan.devices if not device.host)
+        devices = (device.id for device in self.plan.devices if not device.is_host_device)
         return max(self.compute_seconds, *(max(link_bytes(self.plan, device)) / bandwidth for device in devices))
 
     @property
@@ -218,14 +215,14 @@ class CompiledStep:
 
     def host_bytes(self, plan: MemGraph) -> int:
         """Bytes of host memory that ``plan``, with the inputs of this step, takes."""
-        return sum(host_memory_parts(self.graph, plan.host_memory, copies=self.captured.copies).values())
+        return sum(host_memory_parts(self.graph, plan.host.memory, copies=self.captured.copies).values())
 
     @property
     def bytes_beside_gradients(self) -> int:
         """Bytes of host memory: weights, moments of those that are trained there, offloaded values."""
         copies = self.captured.copies
         weights = sum(tensor.numel() for vertex, tensor in self.clean.items() if vertex not in copies)
-        return weights + TrainedBytes(self.trained_bytes, 0).moments + self.plan.host_memory
+        return weights + TrainedBytes(self.trained_bytes, 0).moments + self.plan.host.memory
 
     @functools.cached_property
     def draws(self) -> bool:

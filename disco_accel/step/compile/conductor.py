@@ -17,6 +17,7 @@ from disco_accel.capture.step import Forward, capture_forward, capture_step
 from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import EngineOptions
+from disco_accel.graph.spaces import BETWEEN_DEVICES, TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.traits import FOREIGN, Traits
 from disco_accel.measure.costs import Measured
@@ -197,7 +198,7 @@ def _compile(
     _tell(planned, options, machine or Machine())
     options.gather(captured.constants.values())
     packed = _packed_bytes(model, captured, options)
-    offloaded = planned.plan.host_memory
+    offloaded = planned.plan.host.memory
     require_host_memory(options.host_memory, planned.graph, offloaded, copies=captured.copies, packed=packed)
     clean = host_bytes(model, captured, options.shard_memory)
     return CompiledStep(
@@ -218,7 +219,7 @@ def _compile(
 
 def _tell(planned: PlannedStep, options: CompileOptions, machine: Machine) -> None:
     """Warnings about a plan that is made. Raises NotFaster."""
-    used = len({vertex.device for vertex in planned.graph.vertices if vertex.kind is VertexKind.KERNEL})
+    used = len({vertex.space for vertex in planned.graph.vertices if vertex.kind is VertexKind.KERNEL})
     if used < options.devices:
         logger.warning("devices: %d of %d have kernels: the step has no more layers", used, options.devices)
     if options.below < float("inf"):
@@ -267,4 +268,4 @@ def machine_of(engine: EngineOptions) -> Machine | None:
     if engine.link_bandwidth is None:
         return None
     link = Link(engine.link_bandwidth, engine.link_latency)
-    return Machine(h2d=link, d2h=link, p2p=link)
+    return Machine(links=dict.fromkeys((TO_DEVICE, TO_HOST, BETWEEN_DEVICES), link))

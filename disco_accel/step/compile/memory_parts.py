@@ -19,8 +19,8 @@ def host_memory_parts(
     and ``moments`` of the trained ones, and ``offloaded`` values, if a plan says how many. ``rounded``: bytes of the
     model's weights that have fp32 ``masters``. ``copies``: inputs whose bytes another input has too.
     ``packed``: bytes of copies of columns of weights, if there are any."""
-    on_device = {device.id for device in graph.devices if not device.host}
-    weights = [v for v in graph.vertices if host_copy_exists(v) and v.device in on_device and v.id not in copies]
+    on_device = {device.id for device in graph.devices if not device.is_host_device}
+    weights = [v for v in graph.vertices if host_copy_exists(v) and v.space in on_device and v.id not in copies]
     renewed = sum(v.sizes[0] for v in weights if not outlives_step(v))
     trained = TrainedBytes(renewed, sum(v.sizes[0] for v in weights) - renewed, min(rounded, renewed))
     parts = {"frozen": trained.frozen, "trained": trained.weights}

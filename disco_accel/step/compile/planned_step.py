@@ -178,7 +178,7 @@ def _as_asked(step: StepToPlan, count: int) -> StagedStep:
 def _largest_need(captured: CapturedStep) -> int:
     """Bytes that one kernel needs by itself: no plan of this graph has less."""
     graph = captured.graph
-    return max(largest_need(graph, device.id)[0] for device in graph.devices if not device.host)
+    return max(largest_need(graph, device.id)[0] for device in graph.devices if not device.is_host_device)
 
 
 def _attempts(step: StepToPlan) -> Iterator[StagedStep]:

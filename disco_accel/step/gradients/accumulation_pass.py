@@ -42,9 +42,9 @@ def with_accumulation(graph: TaskGraph, specs: Mapping[int, TensorSpec]) -> Accu
     previous = first
     for transfer in transfers:
         gradient = by_id[transfer].inputs[0]
-        device, size = by_id[gradient[0]].device, by_id[transfer].sizes
-        old = made.vertex(VertexKind.INPUT, by_id[transfer].device, "accumulated", (), size, traits=LATE_FOREIGN)
-        loaded = made.vertex(VertexKind.TRANSFER, device, "to_device", ((old.id, 0),), size)
+        device, size = by_id[gradient[0]].space, by_id[transfer].sizes
+        old = made.vertex(VertexKind.INPUT, by_id[transfer].space, "accumulated", (), size, traits=LATE_FOREIGN)
+        loaded = made.vertex(VertexKind.COPY, device, "to_device", ((old.id, 0),), size, source=old.space)
         added = made.vertex(VertexKind.KERNEL, device, _ADD, ((loaded.id, 0), gradient), size, inplace=((0, 0),))
         at_begin.append(old)
         before.setdefault(previous, []).append(loaded)

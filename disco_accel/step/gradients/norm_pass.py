@@ -42,19 +42,20 @@ def with_norms(graph: TaskGraph, specs: Mapping[int, TensorSpec]) -> GraphWithNo
     for vertex in graph.vertices:
         if vertex.id in specs:
             (taken,) = vertex.inputs
-            norm = Vertex(fresh, VertexKind.KERNEL, by_id[taken[0]].device, _NORM, (taken,), (size,))
+            norm = Vertex(fresh, VertexKind.KERNEL, by_id[taken[0]].space, _NORM, (taken,), (size,))
             calls[fresh] = _norm(specs[vertex.id], scalar)
             norms[vertex.id] = norm
             vertices.append(norm)
             fresh += 1
         vertices.append(vertex)
-    device = next(device.id for device in graph.devices if not device.host)
+    device = next(device.id for device in graph.devices if not device.is_host_device)
     together: list[int] = []
     for norm in norms.values():
         together.append(norm.id)
-        if norm.device != device:
+        if norm.space != device:
             together[-1] = fresh
-            vertices.append(Vertex(fresh, VertexKind.TRANSFER, device, "to_device", ((norm.id, 0),), (size,)))
+            copy = Vertex(fresh, VertexKind.COPY, device, "to_device", ((norm.id, 0),), (size,), source=norm.space)
+            vertices.append(copy)
             fresh += 1
     made = tuple((vertex_id, 0) for vertex_id in together)
     vertices.append(Vertex(fresh, VertexKind.KERNEL, device, _STACK, made, (size * len(made),), keep=True))

@@ -281,16 +281,16 @@ class _PlannedForward(torch.autograd.Function):
     @staticmethod
     @not_compiled
     def backward(ctx: Any, tangent: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        pending: PendingStep = ctx.pending
         if tangent is not None and torch.is_grad_enabled():
             raise ExecutionError(
                 "create_graph=True: a planned step has no second derivative; use the unprepared model for it"
             )
         if tangent is not None and any(map(torch.is_autocast_enabled, DEVICE_TYPES)):
-            ctx.pending.state.say_once(
+            pending.state.reports.say_once(
                 "backward() was called inside autocast, against PyTorch's advice: a planned step's runs outside of it, "
                 "as if it had been called after the region; eager mode may round differently there"
             )
-        pending = ctx.pending
         nodes = [node for node, _ in ctx.next_functions]
 
         def alone(tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -172,7 +172,7 @@ class StepCompiler:
                 step = compiler(replace(options, say=stage, captured=gates.close))
             rounded = self._setup.sizes.rounded
             if rounded:
-                offloaded, copies = step.plan.host_memory, step.captured.copies
+                offloaded, copies = step.plan.host.memory, step.captured.copies
                 require_host_memory(options.host_memory, step.graph, offloaded, rounded, copies)
         return step
 

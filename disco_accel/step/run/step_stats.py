@@ -103,7 +103,7 @@ def plan_figures(step: CompiledStep, link_bandwidth: float | None) -> PlanFigure
     """The figures of ``step``, whose executor is loaded. ``link_bandwidth``: in bytes/s, None = not throttled."""
     counters = step.executor.counters()
     loaded_bytes, saved_bytes = link_bytes(step.plan)
-    devices = sum(not device.host for device in step.plan.devices)
+    devices = sum(not device.is_host_device for device in step.plan.devices)
     taken = int(counters["touched_bytes"]) if devices == 1 else peak_bytes(step.plan)
     saved = left_out(dequantise_again(step.captured.graph), step.graph)
     return {

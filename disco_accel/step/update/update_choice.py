@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from disco_accel.execute.engine_options import EngineOptions
+from disco_accel.graph.spaces import TO_DEVICE
 from disco_accel.graph.taskgraph import OpCall, TaskGraph, with_memory
 from disco_accel.measure.record import OpRecord, measurements, record
 from disco_accel.native.backend import backend_of, run_device
@@ -121,5 +122,5 @@ class UpdateChoice:
         host = sum(seconds[kernel.id].seconds for kernel in step.kernels if kernel.part in allowed)
         parts = [self.parts[i] for i in allowed]
         moved = sum(tensor.nbytes for part in parts for tensor in (part.gradient, *part.changed[1:]))
-        link = moved / machine.h2d.bandwidth
+        link = moved / machine.link(TO_DEVICE).bandwidth
         return link / (link + host) if link + host else 1.0

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from disco_accel.graph.spaces import Space, SpaceKind
 from disco_accel.graph.taskgraph import (
     Arg,
-    Device,
     EnumArg,
     OpCall,
     OpResult,
@@ -182,14 +182,14 @@ class _Updates:
     ) -> None:
         self._graph, self._device_lr = graph, device_lr
         self._parts = dict(zip(weights, parts, strict=True))
-        on_host = [device.id for device in graph.devices if device.host]
+        on_host = [device.id for device in graph.devices if device.is_host_device]
         self._host = on_host[0] if on_host else max(device.id for device in graph.devices) + 1
         self._fresh = max((vertex.id for vertex in graph.vertices), default=-1) + 1
         self._new_inputs: list[Vertex] = []
         self._vertices: list[Vertex] = []
         self._kernels: list[UpdateKernel] = []
         self._numbers = {weight: number for number, weight in enumerate(weights)}
-        device = {vertex.id: vertex.device for vertex in graph.vertices}
+        device = {vertex.id: vertex.space for vertex in graph.vertices}
         self._own_device = {w: device[w] for w, number in self._numbers.items() if number in on_device}
         """Weight that its own device updates → that device."""
         self._calls: dict[int, OpCall] = {}
@@ -215,9 +215,10 @@ class _Updates:
             after = (*vertex.after, *ends) if handed_out_at_gate(vertex) else vertex.after
             same = reads == vertex.inputs and after == vertex.after
             others.append(vertex if same else replace(vertex, inputs=reads, after=tuple(dict.fromkeys(after))))
+        spaces = (space for space in self._graph.spaces if not space.is_host_device)
         graph = replace(
             self._graph,
-            devices=(*(d for d in self._graph.devices if not d.host), Device(self._host, _HOST_MEMORY, host=True)),
+            spaces=(*spaces, Space(self._host, _HOST_MEMORY, kind=SpaceKind.HOST)),
             vertices=(*old_inputs, *self._new_inputs, *self._vertices, *others),
             ops={**self._graph.ops, **self._calls},
         )
@@ -298,7 +299,9 @@ class _Updates:
         return inputs
 
     def _copy_to(self, device: int, value: Ref) -> Ref:
-        copy = Vertex(self._fresh, VertexKind.TRANSFER, device, "to_device", (value,), (self._sizes[value],))
+        """Add a copy of an input in the host's memory."""
+        size = self._sizes[value]
+        copy = Vertex(self._fresh, VertexKind.COPY, device, "to_device", (value,), (size,), source=self._host)
         self._fresh += 1
         self._vertices.append(copy)
         return copy.id, 0
@@ -386,7 +389,7 @@ def samples(step: UpdatedStep) -> tuple[TaskGraph, dict[int, int]]:
     stands_for: dict[int, int] = {}
     for kernel in step.kernels:
         call, over = _at_begin(step.graph.ops[kernel.id]), of_step[kernel.id].inplace
-        device = of_step[kernel.id].device
+        device = of_step[kernel.id].space
         if (device, call) not in sample:
             read = {arg.input: _bytes(arg.spec) for arg in tensor_args(call.args)}
             inputs = []

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from disco_accel.graph.copies import swaps, swaps_in, swaps_out
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
+from disco_accel.graph.spaces import HOST
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.graph.traits import TRAITS
 from disco_accel.graph.values import host_copy_exists
@@ -41,15 +43,15 @@ def move_onto_input(plan: MemGraph, rng: random.Random) -> MemGraph | None:
         for ref in vertex.inputs:
             source, target = plan.slots.get(ref), plan.slots.get((vertex.id, len(vertex.sizes) - 1))
             free = not vertex.inplace and not vertex.may_inplace
-            if source is not None and target is not None and source.device == target.device and free:
-                places.append(((vertex.id, len(vertex.sizes) - 1), source.addr))
+            if source is not None and target is not None and source.space == target.space and free:
+                places.append(((vertex.id, len(vertex.sizes) - 1), source.offset))
     return _moved(plan, *rng.choice(places)) if places else None
 
 
 def shift_off_alignment(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """An address is one byte too high."""
     ref = _some_slot(plan, rng)
-    return None if ref is None else _moved(plan, ref, plan.slots[ref].addr + 1)
+    return None if ref is None else _moved(plan, ref, plan.slots[ref].offset + 1)
 
 
 def shift_out_of_range(plan: MemGraph, rng: random.Random) -> MemGraph | None:
@@ -57,19 +59,19 @@ def shift_out_of_range(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     ref = _some_slot(plan, rng)
     if ref is None:
         return None
-    device = next(d for d in plan.devices if d.id == plan.slots[ref].device)
+    device = next(d for d in plan.devices if d.id == plan.slots[ref].space)
     return _moved(plan, ref, -(-device.memory // device.alignment) * device.alignment)
 
 
 def reload_other_value(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """A reload brings another value of the same size."""
     value = carried(plan)
-    sources = [v for v in plan.vertices if v.kind is VertexKind.OFFLOAD or (host_copy_exists(v))]
+    sources = [v for v in plan.vertices if swaps_out(v) or (host_copy_exists(v))]
     read = {ref[0] for vertex in plan.vertices for ref in vertex.inputs}
     swaps = [
         (vertex, (source.id, 0))
         for vertex in plan.vertices
-        if vertex.kind is VertexKind.RELOAD and vertex.id in read
+        if swaps_in(vertex) and vertex.id in read
         for source in sources
         if source.sizes == vertex.sizes and value[source.id, 0] != value[vertex.id, 0]
     ]
@@ -88,7 +90,7 @@ def read_other_value(plan: MemGraph, rng: random.Random) -> MemGraph | None:
         if vertex.kind is VertexKind.KERNEL
         for position, old in enumerate(vertex.inputs)
         for ref in value
-        if ref[0] < vertex.id and value[ref] != value[old] and _kind(plan, ref) is VertexKind.INPUT
+        if ref[0] < vertex.id and value[ref] != value[old] and _maker(plan, ref).kind is VertexKind.INPUT
     ]
     if not swaps:
         return None
@@ -104,10 +106,10 @@ def read_evicted_copy(plan: MemGraph, rng: random.Random) -> MemGraph | None:
         for vertex in plan.vertices
         if vertex.kind is VertexKind.KERNEL
         for position, old in enumerate(vertex.inputs)
-        if _kind(plan, old) is VertexKind.RELOAD
+        if swaps_in(_maker(plan, old))
         and value[old] in plan.slots
         # Before anything has been written over it the old copy serves as well.
-        and _kind(plan, value[old]) is not VertexKind.INPUT
+        and _maker(plan, value[old]).kind is not VertexKind.INPUT
     ]
     if not swaps:
         return None
@@ -120,7 +122,7 @@ def share_host_address(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     position = {vertex.id: index for index, vertex in enumerate(plan.vertices)}
     last: dict[int, int] = {}
     for vertex in plan.vertices:
-        if vertex.kind is VertexKind.RELOAD and vertex.inputs[0][0] in plan.host_offsets:
+        if swaps_in(vertex) and _on_host(plan, vertex.inputs[0]):
             last[vertex.inputs[0][0]] = position[vertex.id]
     pairs = [
         (first, then)
@@ -131,7 +133,7 @@ def share_host_address(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     if not pairs:
         return None
     first, then = rng.choice(pairs)
-    return replace(plan, host_offsets={**plan.host_offsets, then: plan.host_offsets[first]})
+    return replace(plan, slots={**plan.slots, (then, 0): plan.slots[first, 0]})
 
 
 def edge_into_input(plan: MemGraph, rng: random.Random) -> MemGraph | None:
@@ -173,7 +175,7 @@ def lose_a_vertex(plan: MemGraph, rng: random.Random) -> MemGraph | None:
 
 def lose_an_address(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """A kernel's output has no address."""
-    slots = sorted(ref for ref in plan.slots if _kind(plan, ref) is VertexKind.KERNEL)
+    slots = sorted(ref for ref in plan.slots if _maker(plan, ref).kind is VertexKind.KERNEL)
     if not slots:
         return None
     lost = rng.choice(slots)
@@ -184,15 +186,16 @@ def device_larger_than_allowed(plan: MemGraph, rng: random.Random) -> MemGraph |
     """A device has more memory than the graph's, by one byte that is not used, or by a whole value that lies there."""
     if rng.random() < 0.3:
         larger = rng.choice(plan.devices)
-        return replace(plan, devices=tuple(replace(d, memory=d.memory + (d == larger)) for d in plan.devices))
+        return replace(plan, spaces=tuple(replace(s, memory=s.memory + (s == larger)) for s in plan.spaces))
     ref = _some_slot(plan, rng)
     if ref is None:
         return None
     slot = plan.slots[ref]
-    grown = next(d for d in plan.devices if d.id == slot.device)
+    grown = next(d for d in plan.devices if d.id == slot.space)
     addr = -(-grown.memory // grown.alignment) * grown.alignment
-    devices = tuple(replace(d, memory=addr + slot.size) if d == grown else d for d in plan.devices)
-    return replace(_moved(plan, ref, addr), devices=devices)
+    memory = addr + _maker(plan, ref).sizes[ref[1]]
+    spaces = tuple(replace(s, memory=memory) if s == grown else s for s in plan.spaces)
+    return replace(_moved(plan, ref, addr), spaces=spaces)
 
 
 def alignment_weakened(plan: MemGraph, rng: random.Random) -> MemGraph | None:
@@ -201,42 +204,43 @@ def alignment_weakened(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     if weakened.alignment == 1:
         return None
     lower = rng.choice([unit for unit in (1, weakened.alignment - 1, weakened.alignment // 2) if unit])
-    return replace(plan, devices=tuple(replace(d, alignment=lower) if d == weakened else d for d in plan.devices))
+    return replace(plan, spaces=tuple(replace(s, alignment=lower) if s == weakened else s for s in plan.spaces))
 
 
 def device_that_is_not_there(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """The plan has a device that the graph has not, though it uses none of its memory."""
-    return replace(plan, devices=(*plan.devices, replace(rng.choice(plan.devices), id=1 + max(_ids(plan)))))
+    return replace(plan, spaces=(*plan.spaces, replace(rng.choice(plan.devices), id=1 + max(_ids(plan)))))
 
 
 def host_offset_outside(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """An offload lies behind the end of the host's arena, or before its start."""
-    if not plan.host_offsets:
+    on_host = [ref for ref in sorted(plan.slots) if _on_host(plan, ref)]
+    if not on_host:
         return None
-    offload = rng.choice(sorted(plan.host_offsets))
-    unit = plan.host_alignment
-    size = next(sum(v.sizes) for v in plan.vertices if v.id == offload)
-    behind = -(-plan.host_memory // unit) * unit
-    offset = rng.choice((behind, behind + (1 << 62), -unit, -(1 << 63), plan.host_memory // unit * unit - size + unit))
-    return replace(plan, host_offsets={**plan.host_offsets, offload: offset})
+    ref, host = rng.choice(on_host), plan.host
+    size, unit = _maker(plan, ref).sizes[0], host.alignment
+    behind = -(-host.memory // unit) * unit
+    offset = rng.choice((behind, behind + (1 << 62), -unit, -(1 << 63), host.memory // unit * unit - size + unit))
+    return _moved(plan, ref, offset)
 
 
 def host_memory_missing(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """The host's arena has no bytes, or fewer than the offloads need."""
-    if not any(v.sizes[0] for v in plan.vertices if v.id in plan.host_offsets):
+    on_host = {ref: _maker(plan, ref).sizes[0] for ref in plan.slots if _on_host(plan, ref)}
+    if not any(on_host.values()):
         return None
-    end = max(at + sum(v.sizes) for v in plan.vertices for at in [plan.host_offsets.get(v.id, -1)] if at >= 0)
-    return replace(plan, host_memory=rng.choice((0, 0, end - 1, -plan.host_memory)))
+    end = max(plan.slots[ref].offset + size for ref, size in on_host.items())
+    memory = rng.choice((0, 0, end - 1, -plan.host.memory))
+    return replace(plan, spaces=(*plan.devices, replace(plan.host, memory=memory)))
 
 
 def _flip(key: str) -> Fault:
     """The fault that a vertex of the plan differs in ``key`` from the task graph's."""
 
     def flip(plan: MemGraph, rng: random.Random) -> MemGraph | None:
-        copies = (VertexKind.OFFLOAD, VertexKind.RELOAD)
         # What a copy costs is not the graph's to say.
-        free = ("duration", "op", "sizes", "kind", "device")
-        victims = [v for v in plan.vertices if key not in free or v.kind not in copies]
+        free = ("duration", "op", "sizes", "kind", "space", "source")
+        victims = [v for v in plan.vertices if key not in free or not swaps(v)]
         if not victims:
             return None
         victim = rng.choice(victims)
@@ -269,7 +273,7 @@ def _other(value: object, key: str, rng: random.Random) -> object:
     return 1 + value if isinstance(value, int) else 0
 
 
-_FIELDS = ("kind", "device", "op", "sizes", "duration", "traits", "out", "keep", "after")
+_FIELDS = ("kind", "space", "source", "op", "sizes", "duration", "traits", "out", "keep", "after")
 _REUSE = ("inplace", "may_inplace")
 
 RUN_FAULTS: Mapping[str, Fault] = {
@@ -313,7 +317,7 @@ def carried(plan: MemGraph) -> dict[Ref, Ref]:
     result: dict[Ref, Ref] = {}
     for vertex in plan.vertices:
         for k in range(len(vertex.sizes)):
-            copy = vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD)
+            copy = swaps(vertex)
             result[vertex.id, k] = result[vertex.inputs[0]] if copy else (vertex.id, k)
     return result
 
@@ -322,17 +326,24 @@ def _ids(plan: MemGraph) -> list[int]:
     return [device.id for device in plan.devices]
 
 
-def _kind(plan: MemGraph, ref: Ref) -> VertexKind:
-    return next(vertex.kind for vertex in plan.vertices if vertex.id == ref[0])
+def _maker(plan: MemGraph, ref: Ref) -> Vertex:
+    return next(vertex for vertex in plan.vertices if vertex.id == ref[0])
+
+
+def _on_host(plan: MemGraph, ref: Ref) -> bool:
+    """Whether ``ref`` has a slot in the host's memory."""
+    return ref in plan.slots and plan.slots[ref].space == HOST
 
 
 def _some_slot(plan: MemGraph, rng: random.Random) -> Ref | None:
-    return rng.choice(sorted(plan.slots)) if plan.slots else None
+    """A value with a slot on a device."""
+    found = sorted(ref for ref in plan.slots if not _on_host(plan, ref))
+    return rng.choice(found) if found else None
 
 
 def _moved(plan: MemGraph, ref: Ref, addr: int) -> MemGraph:
     slot = plan.slots[ref]
-    return replace(plan, slots={**plan.slots, ref: Slot(slot.device, addr, slot.size)})
+    return replace(plan, slots={**plan.slots, ref: Slot(slot.space, addr)})
 
 
 def _with_inputs(plan: MemGraph, vertex: Vertex, inputs: tuple[Ref, ...]) -> MemGraph:

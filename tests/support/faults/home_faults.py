@@ -7,8 +7,10 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from disco_accel.graph.carried_values import carried_values, taskgraph_of
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
+from disco_accel.graph.spaces import HOST
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.graph.traits import MADE_FOREIGN
 from disco_accel.graph.values import lasting_versions
@@ -19,14 +21,14 @@ from tests.support.plans.renewed_plans import made_resident
 def loaded_before_update(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """A reload does not wait for the kernel on the host that writes what it reads."""
     written = _Uses(plan).uses.written
-    loads = [v for v in plan.vertices if v.kind is VertexKind.RELOAD and v.inputs[0] in written and v.sizes[0]]
+    loads = [v for v in plan.vertices if swaps_in(v) and v.inputs[0] in written and v.sizes[0]]
     return _without_data_edge(plan, [(v.inputs[0][0], v.id) for v in loads], rng)
 
 
 def read_before_write_back(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """A kernel on the host does not wait for the offload of what it reads at home."""
     uses = _Uses(plan)
-    offloads = {(v.id, 0) for v in plan.vertices if v.kind is VertexKind.OFFLOAD and v.sizes[0]}
+    offloads = {(v.id, 0) for v in plan.vertices if swaps_out(v) and v.sizes[0]}
     return _without_data_edge(plan, [(ref[0], v.id) for v, ref in uses.reads if ref in offloads], rng)
 
 
@@ -39,7 +41,7 @@ def update_before_readers(plan: MemGraph, rng: random.Random) -> MemGraph | None
         if uses.vertex[producer].sizes[k]
         for reader in plan.vertices
         if any(uses.vertex[producer].inputs[dict(uses.vertex[producer].inplace)[k]] == ref for ref in reader.inputs)
-        and (reader.kind is VertexKind.RELOAD or reader.device in uses.uses.hosts)
+        and (swaps_in(reader) or reader.space in uses.uses.hosts)
     }
     return _without_memory_edge(plan, former & set(plan.memory_edges), rng)
 
@@ -50,7 +52,7 @@ def former_version_loaded(plan: MemGraph, rng: random.Random) -> MemGraph | None
     read = {ref for vertex in plan.vertices for ref in vertex.inputs}
     loads = []
     for vertex in plan.vertices:
-        if vertex.kind is VertexKind.RELOAD and vertex.inputs[0] in uses.uses.written and (vertex.id, 0) in read:
+        if swaps_in(vertex) and vertex.inputs[0] in uses.uses.written and (vertex.id, 0) in read:
             state = uses.uses.homes[vertex.inputs[0]]
             chain = uses.versions[state]
             former = chain[chain.index(vertex.inputs[0]) - 1]
@@ -66,17 +68,18 @@ def former_version_written_back(plan: MemGraph, rng: random.Random) -> MemGraph 
     """A copy of a version that the host has written over goes home when all has run."""
     uses = _Uses(plan)
     found = []
-    for ref, slot in sorted(plan.slots.items()):
+    size = {(v.id, k): each for v in plan.vertices for k, each in enumerate(v.sizes)}
+    for ref in sorted(plan.slots):
         value = uses.carried[ref]
         state = uses.uses.homes.get(value)
         versions = uses.versions.get(state, [value]) if state is not None else [value]
-        if value != versions[-1] and versions[-1] in uses.uses.written and slot.size and state not in plan.slots:
+        if value != versions[-1] and versions[-1] in uses.uses.written and size[ref] and state not in plan.slots:
             found.append(ref)
     if not found:
         return None
     ref = rng.choice(found)
     number = max(v.id for v in plan.vertices) + 1
-    offload = Vertex(number, VertexKind.OFFLOAD, plan.slots[ref].device, "offload", (ref,), (plan.slots[ref].size,))
+    offload = Vertex(number, VertexKind.COPY, HOST, "offload", (ref,), (size[ref],), source=plan.slots[ref].space)
     others = [v for v in plan.vertices if v.kind is not VertexKind.INPUT]
     data = tuple((v.id, number) for v in others if v.id == ref[0])
     memory = tuple((v.id, number) for v in others if v.id != ref[0])
@@ -130,7 +133,7 @@ def copy_read_for_home(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     before = _ancestors(plan)
     for reader, ref in uses.reads:
         for copy in plan.vertices:
-            same = copy.kind is VertexKind.RELOAD and uses.carried[copy.id, 0] == uses.carried[ref]
+            same = swaps_in(copy) and uses.carried[copy.id, 0] == uses.carried[ref]
             if same and copy.sizes[0] and reader.id not in before[copy.id]:
                 found.append((reader, ref, copy.id))
     if not found:
@@ -188,8 +191,10 @@ class _Uses:
 
 def _with_address(plan: MemGraph, ref: Ref) -> MemGraph:
     vertex = next(v for v in plan.vertices if v.id == ref[0])
-    end = max((slot.addr + slot.size for slot in plan.slots.values() if slot.device == vertex.device), default=0)
-    slot = Slot(vertex.device, -(-end // 4096) * 4096, vertex.sizes[ref[1]])
+    size = {(v.id, k): each for v in plan.vertices for k, each in enumerate(v.sizes)}
+    slots = plan.slots.items()
+    end = max((slot.offset + size[other] for other, slot in slots if slot.space == vertex.space), default=0)
+    slot = Slot(vertex.space, -(-end // 4096) * 4096)
     return replace(plan, slots={**plan.slots, ref: slot})
 
 

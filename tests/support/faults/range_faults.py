@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from disco_accel.graph.byte_ranges import is_resident_range, ranged_values
+from disco_accel.graph.copies import is_resident_range, ranged_values, swaps_in
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import SearchWork
@@ -43,7 +44,7 @@ def ranged_plan(seed: int) -> tuple[TaskGraph, MemGraph | None]:
     shape = Shape(vertices=rng.choice((8, 12, 24, 40)), inputs=rng.choice((6, 12, 24)), devices=rng.choice((1, 1, 2)))
     graph = tight_chain(rng) if seed % 3 else with_working_sets(random_taskgraph(rng, shape), rng.choice(_FACTORS))
     link = Link(rng.choice((1e7, 1e9)), rng.choice((0.0, 1e-6)))
-    machine, share, cyclic = Machine(h2d=link, d2h=link), rng.choice(_SHARES), rng.random() < 0.7
+    machine, share, cyclic = Machine(links={TO_DEVICE: link, TO_HOST: link}), rng.choice(_SHARES), rng.random() < 0.7
     settings = replace(_SETTINGS, program_gaps_from=0) if seed % 2 else _SETTINGS
     try:
         return graph, build_in_ranges(graph, machine, share, cyclic=cyclic, work=SearchWork(), settings=settings)
@@ -63,7 +64,7 @@ def range_never_loaded(plan: MemGraph, rng: random.Random) -> MemGraph | None:
 
 def range_of_other_bytes(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """A reload of a range copies the bytes before it."""
-    loads = [v for v in plan.vertices if v.kind is VertexKind.RELOAD and v.begin and _is_read(plan, v)]
+    loads = [v for v in plan.vertices if swaps_in(v) and v.begin and _is_read(plan, v)]
     if not loads:
         return None
     load = rng.choice(loads)
@@ -72,29 +73,28 @@ def range_of_other_bytes(plan: MemGraph, rng: random.Random) -> MemGraph | None:
 
 def range_that_is_too_short(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """A reload of a range copies fewer bytes than its readers need."""
-    loads = [v for v in _ranges(plan) if v.kind is VertexKind.RELOAD and v.sizes[0] > 1 and _is_read(plan, v)]
+    loads = [v for v in _ranges(plan) if swaps_in(v) and v.sizes[0] > 1 and _is_read(plan, v)]
     if not loads:
         return None
     load = rng.choice(loads)
-    slots = {**plan.slots, (load.id, 0): replace(plan.slots[load.id, 0], size=load.sizes[0] - 1)}
-    return replace(_with(plan, replace(load, sizes=(load.sizes[0] - 1,))), slots=slots)
+    return _with(plan, replace(load, sizes=(load.sizes[0] - 1,)))
 
 
 def ranges_overlap(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """A range lies over the one before it."""
     further = [v for v in _ranges(plan) if v.begin and _is_read(plan, v)]
-    further = [v for v in further if plan.slots[v.id, 0].addr >= _alignment(plan, v)]
+    further = [v for v in further if plan.slots[v.id, 0].offset >= _alignment(plan, v)]
     if not further:
         return None
     moved = rng.choice(further)
     slot = plan.slots[moved.id, 0]
-    down = replace(slot, addr=slot.addr - _alignment(plan, moved))
+    down = replace(slot, offset=slot.offset - _alignment(plan, moved))
     return replace(plan, slots={**plan.slots, (moved.id, 0): down})
 
 
 def range_loaded_late(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """A kernel does not wait for the reload of a range that it reads."""
-    loads = {v.id for v in _ranges(plan) if v.kind is VertexKind.RELOAD}
+    loads = {v.id for v in _ranges(plan) if swaps_in(v)}
     edges = [edge for edge in plan.data_edges if edge[0] in loads]
     if not edges:
         return None
@@ -123,16 +123,16 @@ def resident_range_not_back(plan: MemGraph, rng: random.Random) -> MemGraph | No
     """A step does not bring back a range with which it began."""
     read = {ref for v in plan.vertices for ref in v.inputs}
     origins = {
-        (v.inputs[0], v.begin, plan.slots[v.id, 0].addr - v.begin) for v in plan.vertices if is_resident_range(v)
+        (v.inputs[0], v.begin, plan.slots[v.id, 0].offset - v.begin) for v in plan.vertices if is_resident_range(v)
     }
-    loads = Counter((v.inputs[0], v.begin) for v in plan.vertices if v.kind is VertexKind.RELOAD)
+    loads = Counter((v.inputs[0], v.begin) for v in plan.vertices if swaps_in(v))
     last = [
         v
         for v in plan.vertices
-        if v.kind is VertexKind.RELOAD
+        if swaps_in(v)
         and (v.id, 0) not in read
         and loads[v.inputs[0], v.begin] == 1
-        and (v.inputs[0], v.begin, plan.slots[v.id, 0].addr - v.begin) in origins
+        and (v.inputs[0], v.begin, plan.slots[v.id, 0].offset - v.begin) in origins
         and _is_over_another(plan, v)
     ]
     if not plan.cyclic or not last:
@@ -189,10 +189,10 @@ def _is_over_another(plan: MemGraph, load: Vertex) -> bool:
     """Whether what the step makes or loads lies at some time where ``load`` brings a range."""
     mine = plan.slots[load.id, 0]
     return any(
-        slot.device == mine.device
+        slot.space == mine.space
         and v.kind is not VertexKind.INPUT
         and v is not load
-        and max(slot.addr, mine.addr) < min(slot.addr + slot.size, mine.addr + mine.size)
+        and max(slot.offset, mine.offset) < min(slot.offset + v.sizes[k], mine.offset + load.sizes[0])
         for v in plan.vertices
         for k in range(len(v.sizes))
         if (slot := plan.slots.get((v.id, k))) is not None
@@ -200,7 +200,7 @@ def _is_over_another(plan: MemGraph, load: Vertex) -> bool:
 
 
 def _alignment(plan: MemGraph, vertex: Vertex) -> int:
-    return next(device.alignment for device in plan.devices if device.id == vertex.device)
+    return next(device.alignment for device in plan.devices if device.id == vertex.space)
 
 
 def _with(plan: MemGraph, vertex: Vertex) -> MemGraph:

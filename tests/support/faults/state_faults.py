@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from disco_accel.graph.carried_values import carried_values, taskgraph_of
-from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.copies import swaps_in, swaps_out
+from disco_accel.graph.memgraph import MemGraph, Slot
+from disco_accel.graph.spaces import HOST
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.graph.values import lasting_versions, outlives_step
 from tests.support.faults.faults import Fault
@@ -89,7 +91,7 @@ def resident_not_back(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     for state, versions in homes.versions.items():
         slot = plan.slots.get(state)
         there = [ref for ref, other in plan.slots.items() if other == slot and homes.carried[ref] == versions[-1]]
-        if len(there) == 1 and homes.kind(there[0]) is VertexKind.RELOAD and there[0] not in read:
+        if len(there) == 1 and swaps_in(homes.vertex[there[0][0]]) and there[0] not in read:
             back.append(homes.vertex[there[0][0]])
     return without_copy(plan, rng.choice(back)) if plan.cyclic and back else None
 
@@ -101,7 +103,7 @@ def older_version_loaded(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     newer = [
         (vertex, state)
         for vertex in plan.vertices
-        if vertex.kind is VertexKind.RELOAD and (vertex.id, 0) in read and vertex.sizes[0]
+        if swaps_in(vertex) and (vertex.id, 0) in read and vertex.sizes[0]
         for state in [homes.state.get(homes.carried[vertex.id, 0])]
         if state is not None and homes.carried[vertex.id, 0] != state
     ]
@@ -117,10 +119,10 @@ def home_with_an_offset(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     if not homes.offloads:
         return None
     offload = rng.choice(homes.offloads)
-    memory = plan.host_memory + offload.sizes[0]
-    offset = -(-plan.host_memory // plan.host_alignment) * plan.host_alignment
-    host = max(memory, offset + offload.sizes[0])
-    return replace(plan, host_offsets={**plan.host_offsets, offload.id: offset}, host_memory=host)
+    offset = -(-plan.host.memory // plan.host.alignment) * plan.host.alignment
+    host = replace(plan.host, memory=offset + offload.sizes[0])
+    slots = {**plan.slots, (offload.id, 0): Slot(HOST, offset)}
+    return replace(plan, slots=slots, spaces=(*plan.devices, host))
 
 
 STATE_RUN_FAULTS: Mapping[str, Fault] = {
@@ -150,13 +152,11 @@ class _Homes:
         chains = lasting_versions(taskgraph_of(plan).vertices)
         self.versions = {ref: chain for ref, chain in chains.items() if self.vertex[ref[0]].sizes[0]}
         self.state = {version: state for state, versions in self.versions.items() for version in versions}
-        self.offloads = [
-            v for v in plan.vertices if v.kind is VertexKind.OFFLOAD and self.carried[v.id, 0] in self.state
-        ]
+        self.offloads = [v for v in plan.vertices if swaps_out(v) and self.carried[v.id, 0] in self.state]
         self.loads: dict[Ref, list[Vertex]] = defaultdict(list)
         """What a reload reads → the reloads."""
         for vertex in plan.vertices:
-            if vertex.kind is VertexKind.RELOAD:
+            if swaps_in(vertex):
                 self.loads[vertex.inputs[0]].append(vertex)
 
     def kind(self, ref: Ref) -> VertexKind:
@@ -189,7 +189,6 @@ def without_copy(plan: MemGraph, copy: Vertex) -> MemGraph:
         slots={ref: slot for ref, slot in plan.slots.items() if ref[0] != copy.id},
         data_edges=data,
         memory_edges=tuple(dict.fromkeys((*memory, *bridges))),
-        host_offsets={offload: at for offload, at in plan.host_offsets.items() if offload != copy.id},
     )
 
 

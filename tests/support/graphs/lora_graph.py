@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN
 
 
@@ -137,7 +138,7 @@ class _Step:
                 if saved[i] in vertex.inputs:
                     self.vertices[index] = replace(vertex, after=(dy[0],))
             dy = self._layer_backward(dy, i, kept)
-        return TaskGraph("lora", (Device(0, memory),), tuple(self.vertices))
+        return TaskGraph("lora", (Space(0, memory),), tuple(self.vertices))
 
     def prefill(self, memory: int) -> TaskGraph:
         """Build the forward pass."""
@@ -151,4 +152,4 @@ class _Step:
         last = self._add("last", (x,), 2 * h)
         n = self._add("norm", (last, self._weight("norm", 1, h)), 2 * h)
         self._add("logits", (n, self._weight("head", h, vocabulary)), 4 * vocabulary, 2.0 * h * vocabulary, keep=True)
-        return TaskGraph("prefill", (Device(0, memory),), tuple(self.vertices))
+        return TaskGraph("prefill", (Space(0, memory),), tuple(self.vertices))

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from disco_accel.graph.check import check_taskgraph
-from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import BROUGHT, FOREIGN, FROZEN, LATE, Traits
 
 
@@ -86,7 +87,7 @@ class _Pipeline:
         for ref in sums.values():
             self.vertices[ref[0]] = replace(self.vertices[ref[0]], keep=True)
         return check_taskgraph(
-            TaskGraph("pipeline", tuple(Device(i, memory) for i in range(s.stages)), tuple(self.vertices))
+            TaskGraph("pipeline", tuple(Space(i, memory) for i in range(s.stages)), tuple(self.vertices))
         )
 
     def _input(self, op: str, device: int, size: int, traits: Traits) -> Ref:
@@ -100,9 +101,11 @@ class _Pipeline:
     def _on(self, ref: Ref, device: int) -> Ref:
         """``ref``, or a transfer of it to ``device``."""
         source = self.vertices[ref[0]]
-        if source.device == device:
+        if source.space == device:
             return ref
-        return self._add(VertexKind.TRANSFER, "send", device, (ref,), (source.sizes[ref[1]],))
+        sent = self._add(VertexKind.COPY, "send", device, (ref,), (source.sizes[ref[1]],))
+        self.vertices[sent[0]] = replace(self.vertices[sent[0]], source=source.space)
+        return sent
 
     def _add(
         self,

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from disco_accel.graph.check import after_gate, check_taskgraph
 from disco_accel.graph.home_uses import HomeUses, host_devices
-from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind, with_memory
+from disco_accel.graph.spaces import HOST, Space, SpaceKind
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind, with_memory
 from disco_accel.graph.traits import (
     BROUGHT,
     FOREIGN,
@@ -104,7 +105,7 @@ def held(graph: TaskGraph, device: int) -> tuple[int, int]:
     align = next(d.alignment for d in graph.devices if d.id == device)
     fixed = started = 0
     for vertex in graph.vertices:
-        if vertex.device == device and not is_foreign(vertex):
+        if vertex.space == device and not is_foreign(vertex):
             block = sum(-(-size // align) * align for size in vertex.sizes)
             fixed += block if handed_out_at_gate(vertex) or arrives_at_gate(vertex) else 0
             started += (
@@ -121,7 +122,7 @@ def with_room(graph: TaskGraph, factor: float) -> TaskGraph:
     That is what may not leave, beside the larger of the largest vertex and the inputs there at the start.
     """
 
-    def memory(device: Device) -> int:
+    def memory(device: Space) -> int:
         fixed, started = held(graph, device.id)
         return max(1, int(factor * (fixed + max(started, working_set(graph, device.id)))))
 
@@ -138,9 +139,9 @@ class _Maker:
     def __init__(self, rng: random.Random, shape: Shape) -> None:
         self.rng = rng
         self.shape = shape
-        self.devices = tuple(Device(id, 1 << 40) for id in range(rng.randint(1, shape.devices)))
+        self.devices = tuple(Space(id, 1 << 40) for id in range(rng.randint(1, shape.devices)))
         if shape.host:
-            self.devices += (Device(len(self.devices), 1 << 40, host=True),)
+            self.devices += (Space(len(self.devices), 1 << 40, kind=SpaceKind.HOST),)
         self.hosts = host_devices(self.devices)
         self.vertices: list[Vertex] = []
         self.home: dict[Ref, Ref] = {}
@@ -161,7 +162,7 @@ class _Maker:
 
     def _device_of(self, ref: Ref) -> int:
         """Where copies of a value are that are not at home."""
-        return self.vertices[self.home.get(ref, ref)[0]].device
+        return self.vertices[self.home.get(ref, ref)[0]].space
 
     def _values_on(self, device: int) -> list[Ref]:
         """What a kernel on ``device`` may read."""
@@ -187,7 +188,7 @@ class _Maker:
             Vertex(
                 id=len(self.vertices),
                 kind=VertexKind.INPUT,
-                device=self._device(),
+                space=self._device(),
                 op=f"in_{sort}",
                 sizes=(self._size(),),
                 traits=_TRAITS["late external" if late and self.rng.random() < 0.5 else sort],
@@ -220,7 +221,7 @@ class _Maker:
             leaves = device in self.hosts and self.shape.leaving and rng.random() < self.shape.leaving
             leaves = leaves and not is_foreign(self.vertices[source[0]])
             sizes = (rng.choice((size, size // 2)),)
-            self._append(VertexKind.TRANSFER, device, (source,), sizes, MADE_FOREIGN if leaves else BROUGHT)
+            self._append(VertexKind.COPY, device, (source,), sizes, MADE_FOREIGN if leaves else BROUGHT)
             return
         # Recent values are read more often, as in a real network; repeats are allowed.
         recent = values[-6:] if rng.random() < 0.7 else values
@@ -230,15 +231,15 @@ class _Maker:
 
     def _may_change(self, state: Ref, device: int) -> bool:
         """Whether a kernel on ``device`` may write the next version: all are written there, or all at home."""
-        own = device in self.hosts or self.vertices[state[0]].device == device
+        own = device in self.hosts or self.vertices[state[0]].space == device
         return own and self.changed_on.get(state, device) == device
 
-    def _moves(self, ref: Ref, device: Device) -> bool:
+    def _moves(self, ref: Ref, device: Space) -> bool:
         """Whether a transfer may read a value of ``device``: none does that a host device has at a home."""
         if ref not in self.home or not self.hosts:
             return True
-        at_home = self.vertices[ref[0]].device in self.hosts
-        return self._device_of(ref) == device.id and not device.host and not at_home
+        at_home = self.vertices[ref[0]].space in self.hosts
+        return self._device_of(ref) == device.id and not device.is_host_device and not at_home
 
     def _add_update(self, device: int, states: list[Ref]) -> None:
         """Add a kernel that writes the next version of each of ``states``, from other values of ``device`` too."""
@@ -255,7 +256,7 @@ class _Maker:
             Vertex(
                 id=number,
                 kind=VertexKind.KERNEL,
-                device=device,
+                space=device,
                 op=f"update{number}",
                 inputs=tuple(inputs),
                 sizes=tuple(self._size() if ref is None else self._size_of(ref) for ref in outputs),
@@ -302,12 +303,13 @@ class _Maker:
             Vertex(
                 id=len(self.vertices),
                 kind=kind,
-                device=device,
+                space=device,
                 op=f"k{len(self.vertices)}",
                 inputs=inputs,
                 sizes=sizes,
                 duration=rng.choice((None, 1e-5, 1e-4)) if kind is VertexKind.KERNEL else None,
                 traits=traits,
+                source=self._device_of(inputs[0]) if kind is VertexKind.COPY else HOST,
                 keep=rng.random() < shape.keep,
                 after=after,
                 inplace=inplace,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN
 
 
@@ -65,7 +66,9 @@ class _Prefill:
 
     def _send(self, op: str, source: Ref, device: int) -> Ref:
         size = self.vertices[source[0]].sizes[source[1]]
-        vertex = Vertex(len(self.vertices), VertexKind.TRANSFER, device, op, (source,), (size,))
+        vertex = Vertex(
+            len(self.vertices), VertexKind.COPY, device, op, (source,), (size,), source=self.vertices[source[0]].space
+        )
         self.vertices.append(vertex)
         return vertex.id, 0
 
@@ -145,8 +148,8 @@ class _Prefill:
                     for d, ref in zip(owners, sums, strict=True):
                         x[d] = self._add(f"L{i}.{name}.add", d, [x[d], ref], (self._slice,)), 0
         for ref in x:
-            self._add("out", self.vertices[ref[0]].device, [ref], (self._slice,))
+            self._add("out", self.vertices[ref[0]].space, [ref], (self._slice,))
         kept = len(self.vertices) - s.devices
         self.vertices[kept:] = [replace(vertex, keep=True) for vertex in self.vertices[kept:]]
-        devices = tuple(Device(device, memory) for device in every)
+        devices = tuple(Space(device, memory) for device in every)
         return TaskGraph("tensor-parallel prefill", devices, tuple(self.vertices))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from disco_accel.graph.check import check_taskgraph
-from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space, SpaceKind
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN, STATE, Traits
 
 
@@ -49,7 +50,7 @@ def update_graph(shape: UpdateShape, memory: int) -> TaskGraph:
             both = (shape.weight, shape.weight)
             state = (weights[i], moments[i], of_weight)
             maker.add("update", state, both, shape.seconds / 4, inplace=((0, 0), (1, 1)))
-    return check_taskgraph(TaskGraph("update", (Device(0, memory),), tuple(maker.vertices)))
+    return check_taskgraph(TaskGraph("update", (Space(0, memory),), tuple(maker.vertices)))
 
 
 def host_update_graph(shape: UpdateShape, memory: int, *, at_head: bool, pieces: int = 1) -> TaskGraph:
@@ -87,9 +88,9 @@ def host_update_graph(shape: UpdateShape, memory: int, *, at_head: bool, pieces:
         )
         gradient = maker.add("input gradient", (gradient, weights[i], frozen[i]), (shape.activation,), shape.seconds)
         if not at_head:
-            there = maker.add("gradient to host", (of_weight,), (shape.weight,), device=1, kind=VertexKind.TRANSFER)
+            there = maker.add("gradient to host", (of_weight,), (shape.weight,), device=1, kind=VertexKind.COPY)
             update(weights[i], moments[i], there)
-    devices = (Device(0, memory), Device(1, 1 << 40, host=True))
+    devices = (Space(0, memory), Space(1, 1 << 40, kind=SpaceKind.HOST))
     return check_taskgraph(TaskGraph("host update", devices, tuple(maker.vertices)))
 
 
@@ -114,5 +115,7 @@ class _Maker:
         vertex = Vertex(
             len(self.vertices), kind, device, op, inputs, sizes, seconds, traits or Traits(), keep=keep, inplace=inplace
         )
+        if kind is VertexKind.COPY:
+            vertex = replace(vertex, source=self.vertices[inputs[0][0]].space)
         self.vertices.append(vertex)
         return (vertex.id, 0)

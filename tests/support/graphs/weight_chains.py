@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN
 from tests.support.graphs.strategies import with_room
 
@@ -25,5 +26,5 @@ def tight_chain(rng: random.Random) -> TaskGraph:
         vertices.append(Vertex(len(vertices), VertexKind.KERNEL, 0, "k", reads, (rng.randint(0, 8) * align,), seconds))
         made.append((vertices[-1].id, 0))
     vertices[-1] = replace(vertices[-1], keep=True)
-    graph = TaskGraph("chain", (Device(0, 1, align),), tuple(vertices))
+    graph = TaskGraph("chain", (Space(0, 1, align),), tuple(vertices))
     return with_room(graph, rng.choice((0.5, 0.65, 0.8, 1.0, 1.5)))

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from disco_accel.errors import Stalled, VerifyError
-from disco_accel.graph.byte_ranges import is_resident_range
 from disco_accel.graph.carried_values import carried_values
+from disco_accel.graph.copies import is_resident_range, swaps_in, swaps_out
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.strict_json import plain
@@ -35,7 +35,6 @@ from disco_accel.graph.values import (
 
 _POISON = -1
 _FIRST_MARK = 1 << 40
-_COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
 _Cells = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -75,22 +74,17 @@ class _Memory:
         self.home_uses = HomeUses.of(graph)
         home_of = {version: home for state, home in self.home.items() for version in self.versions[state]}
         carried = carried_values(memgraph)
-        places: dict[Ref, tuple[int | str, int, int]] = {}
-        for ref, slot in memgraph.slots.items():
-            if slot.size:
-                places[ref] = (slot.device, slot.addr, slot.addr + slot.size)
-        for vertex in memgraph.vertices:
-            if vertex.kind is VertexKind.OFFLOAD and vertex.sizes[0] and carried[vertex.id, 0] not in home_of:
-                start = memgraph.host_offsets.get(vertex.id)
-                # Without a planned offset the runtime gives each offload memory of its own.
-                own = "host" if start is not None else f"host{vertex.id}"
-                places[vertex.id, 0] = (own, start or 0, (start or 0) + vertex.sizes[0])
         by_id = {vertex.id: vertex for vertex in memgraph.vertices}
+        places: dict[Ref, tuple[int, int, int]] = {}
+        for ref, slot in memgraph.slots.items():
+            size = by_id[ref[0]].sizes[ref[1]]
+            if size and not (swaps_out(by_id[ref[0]]) and carried[ref] in home_of):
+                places[ref] = (slot.space, slot.offset, slot.offset + size)
         self.carried = carried
         self.origin = {ref: begin - by_id[ref[0]].begin for ref, (_, begin, _) in places.items()}
         """By copy in an arena: where the value begins there of which it has bytes."""
         self.resident_ranges = {(v.id, 0): v.inputs[0] for v in memgraph.vertices if is_resident_range(v)}
-        bounds: dict[int | str, set[int]] = defaultdict(set)
+        bounds: dict[int, set[int]] = defaultdict(set)
         for where, begin, end in places.values():
             bounds[where] |= {begin, end}
         cells = {where: {address: i for i, address in enumerate(sorted(b))} for where, b in bounds.items()}
@@ -100,7 +94,7 @@ class _Memory:
             for ref, (where, begin, end) in places.items()
         }
         for vertex in memgraph.vertices:
-            if vertex.kind is VertexKind.OFFLOAD and carried[vertex.id, 0] in home_of:
+            if swaps_out(vertex) and carried[vertex.id, 0] in home_of:
                 self.view[vertex.id, 0] = home_of[carried[vertex.id, 0]]
         self.view.update({ref: home_of[ref] for ref in self.home_uses.written if ref in home_of})
 
@@ -241,7 +235,7 @@ class _Step:
         if task is not None:
             pairs = (*((0, position) for position in task.may_inplace), *task.inplace)
             reused = {(output, vertex.inputs[position]) for output, position in pairs}
-        if vertex.kind in _COPIES:
+        if vertex.id not in self.task:
             outputs = {(vertex_id, 0): self._token_at_source(vertex)}
         else:
             outputs = {(vertex_id, k): self.memory.token[vertex_id, k] for k in range(len(vertex.sizes))}
@@ -261,7 +255,7 @@ class _Step:
         outputs = self.running.pop(vertex_id)
         overwritten = {ref for ref, token in outputs.items() if token == _POISON}
         self._check_inputs(vertex, overwritten)
-        if vertex.kind in _COPIES and self._token_at_source(vertex) != outputs[vertex_id, 0]:
+        if vertex.id not in self.task and self._token_at_source(vertex) != outputs[vertex_id, 0]:
             raise VerifyError(f"the source of vertex {vertex_id} ({plain(vertex.op)}) was overwritten while it ran")
         for ref, token in outputs.items():
             if token != _POISON and not self._holds(ref, token):
@@ -285,7 +279,7 @@ class _Step:
         return int(self.memory.home[state][0]) == self.memory.token[version]
 
     def _reads_host_copy(self, copy: Vertex) -> bool:
-        return copy.kind is VertexKind.RELOAD and self.vertices[copy.inputs[0][0]].kind is VertexKind.INPUT
+        return swaps_in(copy) and self.vertices[copy.inputs[0][0]].kind is VertexKind.INPUT
 
     def _check_inputs(self, vertex: Vertex, overwritten: set[Ref] | None = None) -> None:
         task = self.task.get(vertex.id)

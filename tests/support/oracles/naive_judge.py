@@ -12,6 +12,7 @@ from tests.support.oracles.naive_bounds import (
     Misplaced,
     before_step,
     foreign,
+    goes_out,
     on_host,
     says_what_the_graph_says,
     versions,
@@ -57,6 +58,6 @@ def next_step_finds(orders: Orders, ref: Ref, last: Ref, copies: list[Ref]) -> b
     back = any(orders.at.get(copy) == orders.at.get(ref) for copy in copies)
     back = back or (resident and last == ref and orders.holds_at_end(ref))
     loaded = any(before_step(ref) in orders.read(reader) for reader in orders.of.values())
-    written = [copy for copy in copies if orders.of[copy[0]].kind == VertexKind.OFFLOAD or copy in orders.at_home]
+    written = [copy for copy in copies if goes_out(orders.of[copy[0]]) or copy in orders.at_home]
     at_home = last == ref or bool(written)
     return (back or not resident) and (at_home or (resident and not loaded))

@@ -13,8 +13,10 @@ from tests.support.oracles.naive_bounds import (
     HOST,
     before_step,
     carried,
+    comes_back,
     device_of,
     foreign,
+    goes_out,
     homes,
     on_host,
     on_host_device,
@@ -22,7 +24,7 @@ from tests.support.oracles.naive_bounds import (
     written_at_home,
 )
 
-INPUT, KERNEL, TRANSFER, OFFLOAD, RELOAD = VertexKind
+INPUT, KERNEL, COPY = VertexKind
 
 
 class Orders:
@@ -87,27 +89,28 @@ class Orders:
     def reads(self, v: Vertex, p: int) -> bool:
         ref, source = v.inputs[p], self.of[v.inputs[p][0]]
         placed = ref in self.at or foreign(source) or not self.size[ref]
-        on_device = source.kind != OFFLOAD and ref not in self.at_home and placed
+        on_device = not goes_out(source) and ref not in self.at_home and placed
         if v.id in self.own:
             first = p < len(self.own[v.id].inputs)
-            if first == bool(source.begin) or (not first and source.kind not in (RELOAD, INPUT)):
+            if first == bool(source.begin) or (not first and not (comes_back(source) or source.kind == INPUT)):
                 return False
             if v.kind != KERNEL and not self.is_whole(ref):
                 return False
             wanted = self.own[v.id].inputs[p] if first else self.value[ref]
-            nothing = not self.size[ref] and on_host_device(self.graph, source.device) and ref in self.homes
-            there = on_device and (nothing or source.device == device_of(self.graph, wanted))
+            nothing = not self.size[ref] and on_host_device(self.graph, source.space) and ref in self.homes
+            there = on_device and (nothing or source.space == device_of(self.graph, wanted))
             if self.uses_home(v, p):
                 # An INPUT, a version that was written at home, or an offload that went there: homes are below HOST.
                 there = on_host(source) or not self.size[ref] or (ref in self.at and self.at[ref][0] < HOST)
             right = there and self.value[ref] == wanted
-        elif v.kind == OFFLOAD:
-            right = on_device and source.device == v.device and self.size[ref] == v.sizes[0]
+        elif goes_out(v):
+            right = on_device and source.space == v.source and v.space == HOST and self.size[ref] == v.sizes[0]
             right = right and self.is_whole(ref) and not v.begin
         else:
             home = on_host(source) and source.id in self.own
-            right = self.is_all_or_range(v, ref) and (source.kind == OFFLOAD or home or ref in self.at_home)
-            right = right and (ref not in self.at_home or v.device == device_of(self.graph, self.value[ref]))
+            right = v.source == HOST and self.is_all_or_range(v, ref)
+            right = right and (goes_out(source) or home or ref in self.at_home)
+            right = right and (ref not in self.at_home or v.space == device_of(self.graph, self.value[ref]))
         return right and (source.kind == INPUT or (source.id, v.id) in self.plan.data_edges)
 
     def is_all_or_range(self, v: Vertex, ref: Ref) -> bool:
@@ -119,7 +122,7 @@ class Orders:
 
     def uses_home(self, v: Vertex, p: int) -> bool:
         """Whether ``v`` is a kernel of a host device that reads its input ``p`` at a home."""
-        kernel = v.id in self.own and v.kind == KERNEL and on_host_device(self.graph, v.device)
+        kernel = v.id in self.own and v.kind == KERNEL and on_host_device(self.graph, v.space)
         return kernel and p < len(self.own[v.id].inputs) and self.own[v.id].inputs[p] in self.homes
 
     def overlap(self, a: Ref, b: Ref) -> bool:
@@ -129,7 +132,8 @@ class Orders:
     def read(self, v: Vertex) -> list[Ref]:
         """What ``v`` reads, in memory: a reload of an input, or a kernel of a host device, its home."""
         inputs = [(ref, self.of[ref[0]].kind == INPUT) for ref in v.inputs]
-        homes = [(v.kind in (RELOAD, INPUT) or self.uses_home(v, p)) and known for p, (_, known) in enumerate(inputs)]
+        at_home = comes_back(v) or v.kind == INPUT
+        homes = [(at_home or self.uses_home(v, p)) and known for p, (_, known) in enumerate(inputs)]
         return [before_step(ref) if home else ref for (ref, _), home in zip(inputs, homes, strict=True)]
 
     def written_over(self, a: Ref, b: Ref) -> bool:
@@ -172,7 +176,4 @@ class Orders:
 
     def intact(self, copy: Ref) -> bool:
         """Whether ``copy`` is still there when all has run."""
-        on_host = self.of[copy[0]].kind == OFFLOAD and copy not in self.at
-        return on_host or (
-            copy in self.at and all(self.written_over(o, copy) for o in self.at if self.overlap(o, copy))
-        )
+        return copy in self.at and all(self.written_over(o, copy) for o in self.at if self.overlap(o, copy))

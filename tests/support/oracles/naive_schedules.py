@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.spaces import Space
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN
 
 
@@ -34,7 +35,7 @@ class Chain:
         for i, (weight, size, seconds) in enumerate(zip(self.reads, self.results, self.seconds, strict=True)):
             last = ((count + i - 1, 0),) if i else ()
             vertices.append(Vertex(count + i, VertexKind.KERNEL, 0, "k", ((weight, 0), *last), (size,), float(seconds)))
-        return TaskGraph("chain", (Device(0, self.memory, 1),), tuple(vertices))
+        return TaskGraph("chain", (Space(0, self.memory, 1),), tuple(vertices))
 
     def results_while(self, kernel: int, *, running: bool) -> int:
         """Bytes of results once ``kernel`` kernels have ended, the next one ``running`` or not."""

@@ -12,13 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from disco_accel.graph.check import dependencies
-from disco_accel.graph.home_uses import host_devices
-from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.graph.copies import is_transfer
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST, Route
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.timed.kept_gaps import Kept, in_two_steps
 from disco_accel.plan.timed.step_buffers import STEP_START, Profile, StepRequirements, SwappableBuffer
 from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule, bytes_twice
-from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 
 _ALWAYS = float("inf")
@@ -213,7 +212,7 @@ class _SwapScheduler:
         for i in at_start:
             self.state.resident[i] = True
             self._memory(i).add_at_start(i)
-        self.hosts = host_devices(requirements.graph.devices)
+        self.lanes = machine.lanes(requirements.graph.spaces)
         self.d2h_free = dict.fromkeys(capacity, 0.0)
         self.p2p_free = dict.fromkeys(capacity, 0.0)
         self.ready: dict[int, float] = {}
@@ -259,7 +258,7 @@ class _SwapScheduler:
     def _execute(self, position: int) -> None:
         requirements = self.requirements
         vertex = requirements.order[position]
-        device = self.devices[vertex.device]
+        device = self.devices[vertex.space]
         touched = [self.devices[id] for id in requirements.devices[position]]
         begin = 0.0
         for source in dependencies(vertex):
@@ -272,10 +271,10 @@ class _SwapScheduler:
             self._provide_now(each)
         for buffer in (*requirements.reads[position], *requirements.read_before.get(position, ())):
             begin = max(begin, self.arrival[buffer])
-        transfer = vertex.kind is VertexKind.TRANSFER
+        transfer = is_transfer(vertex)
         sender = touched[0].device
-        kind = copy_kind(vertex, sender, self.hosts)
-        begin = max(begin, self._link_free(kind, sender, device) if transfer else device.compute_free)
+        route = self.lanes.route(vertex.source, vertex.space)
+        begin = max(begin, self._link_free(route, sender, device) if transfer else device.compute_free)
         for buffer in requirements.made.get(position, ()):
             begin = self._allocate_output(device, buffer, begin)
         # Until the vertex starts, its inputs and outputs have their bytes and the link is free: prefetch meanwhile.
@@ -289,10 +288,10 @@ class _SwapScheduler:
             each.running = position
         if not transfer:
             device.compute_free = end
-        elif kind is VertexKind.RELOAD:
+        elif route == TO_DEVICE:
             device.link_free = end
         else:
-            (self.d2h_free if kind is VertexKind.OFFLOAD else self.p2p_free)[sender] = end
+            (self.d2h_free if route == TO_HOST else self.p2p_free)[sender] = end
         for buffer in requirements.written.get(position, ()):
             self.state.on_host_at[buffer] = end
         for buffer in requirements.made.get(position, ()):
@@ -303,11 +302,11 @@ class _SwapScheduler:
                 self._offload(buffer, end)
         self._prefetch(device, device.compute_free)
 
-    def _link_free(self, kind: VertexKind, sender: int, receiver: _DeviceState) -> float:
+    def _link_free(self, route: Route, sender: int, receiver: _DeviceState) -> float:
         """When the link that a transfer takes is free."""
-        if kind is VertexKind.RELOAD:
+        if route == TO_DEVICE:
             return receiver.link_free
-        return (self.d2h_free if kind is VertexKind.OFFLOAD else self.p2p_free)[sender]
+        return (self.d2h_free if route == TO_HOST else self.p2p_free)[sender]
 
     def _allocate_output(self, device: _DeviceState, buffer: int, begin: float) -> float:
         """Take the bytes of an activation that the vertex at hand produces; return when the vertex may start."""
@@ -318,8 +317,8 @@ class _SwapScheduler:
         return free
 
     def _offload(self, buffer: int, ready: float) -> None:
-        device, link = self.buffers[buffer].device, self.machine.d2h
-        seconds = link.seconds(self.buffers[buffer].size, device)
+        device, home = self.buffers[buffer].device, self.buffers[buffer].home
+        seconds = self.lanes.copy_seconds(self.buffers[buffer].size, device, home)
         self.d2h_free[device] = max(self.d2h_free[device], ready) + seconds
         self.state.on_host_at[buffer] = self.d2h_free[device]
         self.schedule.events.append((SwapEvent.OFFLOAD, buffer))
@@ -452,10 +451,10 @@ class _SwapScheduler:
         return False
 
     def _reload(self, device: _DeviceState, buffer: int, begin: float) -> None:
-        size, link = self.buffers[buffer].size, self.machine.h2d
-        seconds = link.seconds(size, device.device)
+        size = self.buffers[buffer].size
+        seconds = self.lanes.copy_seconds(size, self.buffers[buffer].home, device.device)
         if begin <= device.link_free and self._continues(buffer):
-            seconds -= link.latency
+            seconds -= self.machine.link(TO_DEVICE).latency
         device.link_free = begin + seconds
         self.arrival[buffer] = device.link_free
         self.schedule.seconds = max(self.schedule.seconds, device.link_free)

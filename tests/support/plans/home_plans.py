@@ -58,7 +58,7 @@ def drawn_homes(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, MemGra
         if has_home_writes(graph):
             with contextlib.suppress(NoPlan):
                 plan = random_plan(graph, rng)
-                found.append((replace(graph, devices=plan.devices), plan))
+                found.append((replace(graph, spaces=plan.devices), plan))
     return found
 
 

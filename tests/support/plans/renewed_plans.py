@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from disco_accel.errors import PlanError
 from disco_accel.graph.carried_values import carried_values, taskgraph_of
+from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.memgraph import MemGraph, Slot
-from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph, Vertex
 from disco_accel.graph.values import changes_over_steps, lasting_versions, outlives_step
 from disco_accel.plan import make_plan
 from tests.support.faults.faults import Fault
@@ -49,7 +50,7 @@ def renewed_plans(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, MemG
                 found.append((graph, make_plan(graph, cyclic=rng.random() < 0.6, planner="timed")))
             else:
                 plan = random_plan(graph, rng)
-                found.append((replace(graph, devices=plan.devices), plan))
+                found.append((replace(graph, spaces=plan.devices), plan))
     return found
 
 
@@ -63,7 +64,7 @@ def made_resident(plan: MemGraph, inputs: Set[int], rng: random.Random) -> MemGr
     """A reload of one of ``inputs`` is left out, and its readers read the input, in free bytes of the device."""
     found = []
     for vertex in plan.vertices:
-        if vertex.kind is VertexKind.RELOAD and vertex.inputs[0][0] in inputs and vertex.sizes[0]:
+        if swaps_in(vertex) and vertex.inputs[0][0] in inputs and vertex.sizes[0]:
             found += [(vertex, slot) for slot in _free_places(plan, (vertex.id, 0))]
     if not found or not plan.cyclic:
         return None
@@ -76,12 +77,13 @@ def renewed_state_made_resident(plan: MemGraph, rng: random.Random) -> MemGraph 
     renewed = {v.id for v in plan.vertices if not outlives_step(v) and changes_over_steps(v)}
     versions = lasting_versions(taskgraph_of(plan).vertices)
     carried = carried_values(plan)
+    sizes = {(v.id, k): size for v in plan.vertices for k, size in enumerate(v.sizes)}
     loads = []
     for load in plan.vertices:
-        if load.kind is VertexKind.RELOAD and load.inputs[0][0] in renewed and load.sizes[0]:
+        if swaps_in(load) and load.inputs[0][0] in renewed and load.sizes[0]:
             own, chain = plan.slots[load.id, 0], versions[load.inputs[0]]
-            others = (slot for ref, slot in plan.slots.items() if carried[ref] not in chain)
-            if not any(_overlap(own, slot) for slot in others):
+            others = ((slot, sizes[ref]) for ref, slot in plan.slots.items() if carried[ref] not in chain)
+            if not any(_overlap(own, load.sizes[0], *other) for other in others):
                 loads.append(load)
     if not loads or not plan.cyclic:
         return None
@@ -103,21 +105,25 @@ def _read_at_start(plan: MemGraph, reload: Vertex, slot: Slot) -> MemGraph:
     return replace(plan, vertices=tuple(vertices), slots={**plan.slots, value: slot})
 
 
-def _overlap(one: Slot, other: Slot) -> bool:
-    same = one.device == other.device and one.size > 0 and other.size > 0
-    return same and one.addr < other.addr + other.size and other.addr < one.addr + one.size
+def _overlap(one: Slot, size: int, other: Slot, other_size: int) -> bool:
+    same = one.space == other.space and size > 0 and other_size > 0
+    return same and one.offset < other.offset + other_size and other.offset < one.offset + size
 
 
 def _free_places(plan: MemGraph, ref: tuple[int, int]) -> list[Slot]:
     """Return slots as large as that of ``ref``, on its device, whose bytes are no other value's."""
     own = plan.slots[ref]
-    device = next(device for device in plan.devices if device.id == own.device)
-    others = [slot for each, slot in plan.slots.items() if each != ref and slot.device == own.device and slot.size]
-    unit = device.alignment
-    begins = sorted({0, *(-(-(slot.addr + slot.size) // unit) * unit for slot in others)})
+    device = next(device for device in plan.devices if device.id == own.space)
+    sizes = {(v.id, k): size for v in plan.vertices for k, size in enumerate(v.sizes)}
+    others = [
+        (slot.offset, slot.offset + sizes[each])
+        for each, slot in plan.slots.items()
+        if each != ref and slot.space == own.space and sizes[each]
+    ]
+    unit, size = device.alignment, sizes[ref]
+    begins = sorted({0, *(-(-end // unit) * unit for _, end in others)})
     return [
-        Slot(own.device, begin, own.size)
+        Slot(own.space, begin)
         for begin in begins
-        if begin + own.size <= device.memory
-        and all(begin + own.size <= slot.addr or slot.addr + slot.size <= begin for slot in others)
+        if begin + size <= device.memory and all(begin + size <= first or end <= begin for first, end in others)
     ]

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 
 from disco_accel.errors import PlanError
 from disco_accel.graph.check import after_gate
+from disco_accel.graph.copies import swaps, swaps_in, swaps_out
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
 from disco_accel.graph.order import data_edges, serial_order
+from disco_accel.graph.spaces import HOST, Space, SpaceKind
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import (
     arrives_at_gate,
@@ -62,7 +64,7 @@ def state_plans(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, MemGra
                 plan = random_plan(graph, rng)
             except NoPlan:
                 continue
-            found.append((replace(graph, devices=plan.devices), plan))
+            found.append((replace(graph, spaces=plan.devices), plan))
     return found
 
 
@@ -98,8 +100,9 @@ class _Draft:
     """Copy on a device, not overwritten yet → its value."""
     host: dict[Ref, Ref] = field(default_factory=dict)
     """Value → what a reload of it reads, an offload or an input; for versions that a home holds too."""
+    value: dict[Ref, Ref] = field(default_factory=dict)
+    """Copy that the plan adds → its value."""
     pinned: set[Ref] = field(default_factory=set)
-    offsets: dict[int, int] = field(default_factory=dict)
     host_memory: int = 0
     last_read: dict[Ref, int] = field(default_factory=dict)
     position: int = -1
@@ -135,12 +138,11 @@ class _Draft:
         data = data_edges(vertices)
         devices = []
         for device in self.graph.devices:
-            ends = [_end(slot) for slot in self.slots.values() if slot.device == device.id]
+            ends = [self._end_of(ref) for ref, slot in self.slots.items() if slot.space == device.id]
             devices.append(replace(device, memory=max(ends, default=1)))
-        return MemGraph(
-            *(self.graph.name, tuple(devices), vertices, self.slots, data, self._memory_edges(data), self.offsets),
-            *(self.host_memory, _UNIT, self.cyclic),
-        )
+        spaces = (*devices, Space(HOST, self.host_memory, _UNIT, SpaceKind.HOST))
+        edges = self._memory_edges(data)
+        return MemGraph(self.graph.name, spaces, vertices, self.slots, data, edges, self.cyclic)
 
     def _arrive(self, vertex: Vertex) -> None:
         ref = (vertex.id, 0)
@@ -157,13 +159,23 @@ class _Draft:
 
     def _hold(self, copy: Ref, value: Ref, addr: int | None) -> None:
         device, size = self._device_of(value), self.task[value[0]].sizes[value[1]]
-        taken = [self.slots[other] for other in self.held if self.slots[other].device == device]
-        begins = [-(-_end(slot) // _UNIT) * _UNIT for slot in taken]
-        free = [b for b in sorted({0, *begins}) if all(b + size <= s.addr or _end(s) <= b for s in taken)]
-        self.slots[copy] = Slot(device, self.rng.choice(free[:2]) if addr is None else addr, size)
+        taken = [
+            (self.slots[other].offset, self._end_of(other)) for other in self.held if self.slots[other].space == device
+        ]
+        begins = [-(-end // _UNIT) * _UNIT for _, end in taken]
+        free = [b for b in sorted({0, *begins}) if all(b + size <= first or end <= b for first, end in taken)]
+        self.slots[copy] = Slot(device, self.rng.choice(free[:2]) if addr is None else addr)
         self.held[copy] = value
         if handed_out_at_gate(self.task[copy[0]] if copy[0] in self.task else self.task[value[0]]) and copy == value:
             self.pinned.add(copy)
+
+    def _end_of(self, copy: Ref) -> int:
+        """Where the bytes of a copy end in its space."""
+        return self.slots[copy].offset + self._size(copy)
+
+    def _size(self, copy: Ref) -> int:
+        value = copy if copy[0] in self.task else self.value[copy]
+        return self.task[value[0]].sizes[value[1]]
 
     def _device_of(self, value: Ref) -> int:
         return self.uses.device_of(value, self.task[value[0]])
@@ -179,25 +191,29 @@ class _Draft:
         wanted = must_survive_step(vertex) or handed_out_at_gate(vertex)
         return lasts or wanted or self.last_read.get(value, -1) > self.position
 
-    def _copy(self, kind: VertexKind, source: Ref, value: Ref, addr: int | None = None) -> Ref:
-        vertex = self.task[value[0]]
-        copy = Vertex(self.fresh, kind, self._device_of(value), kind.name.lower(), (source,), (vertex.sizes[value[1]],))
+    def _copy(self, source: Ref, value: Ref, ends: tuple[int, int], op: str) -> Ref:
+        size = self.task[value[0]].sizes[value[1]]
+        copy = Vertex(self.fresh, VertexKind.COPY, ends[1], op, (source,), (size,), source=ends[0])
         self.fresh += 1
         self.vertices.append(copy)
-        if kind is VertexKind.RELOAD:
-            self._hold((copy.id, 0), value, addr)
+        self.value[copy.id, 0] = value
         return copy.id, 0
+
+    def _reload(self, value: Ref, addr: int | None = None) -> Ref:
+        copy = self._copy(self.host[value], value, (HOST, self._device_of(value)), "reload")
+        self._hold(copy, value, addr)
+        return copy
 
     def _offload(self, copy: Ref) -> None:
         value = self.held[copy]
         state = self.state.get(value)
         if state is not None:
             self._replace_home(state, value)
-        offload = self._copy(VertexKind.OFFLOAD, copy, value)
+        offload = self._copy(copy, value, (self._device_of(value), HOST), "offload")
         self.host[value] = offload
         if state is None:
-            self.offsets[offload[0]] = self.host_memory
-            self.host_memory += -(-self.slots[copy].size // _UNIT) * _UNIT
+            self.slots[offload] = Slot(HOST, self.host_memory)
+            self.host_memory += -(-self._size(copy) // _UNIT) * _UNIT
 
     def _lost_with_home(self, state: Ref, value: Ref) -> bool:
         """Whether something is lost once the home of ``state`` has ``value``."""
@@ -239,7 +255,7 @@ class _Draft:
             return self.rng.choice(copies)
         if value not in self.host:
             raise NoPlan
-        return self._copy(VertexKind.RELOAD, self.host[value], value)
+        return self._reload(value)
 
     def _at_home(self, value: Ref) -> Ref:
         """What a kernel on the host reads, which uses ``value`` at its home."""
@@ -262,18 +278,18 @@ class _Draft:
         on_device = {value for value, copy in loaded.items() if copy in self.held}
         over: dict[int, Ref] = {k: read[value] for k, value in overwrites(vertex) if value in on_device}
         taken = [read[vertex.inputs[p]] for p in vertex.may_inplace if vertex.inputs[p] in on_device]
-        taken = [copy for copy in taken if copy not in over.values() and self.slots[copy].size >= vertex.sizes[0]]
+        taken = [copy for copy in taken if copy not in over.values() and self._size(copy) >= vertex.sizes[0]]
         if taken and vertex.sizes[0] and 0 not in over and self.rng.random() < 0.5:
             over[0] = self.rng.choice(taken)
         places = {}
         for k, copy in over.items():
             reserved = copy in self.pinned
             # The place of what arrives at the gate is no other's, also where a smaller output takes it over.
-            if reserved and (vertex.id not in self.behind or vertex.sizes[k] < self.slots[copy].size):
+            if reserved and (vertex.id not in self.behind or vertex.sizes[k] < self._size(copy)):
                 raise NoPlan
             self.pinned.discard(copy)
             self._save(copy)
-            places[k] = (self.slots[copy].addr, reserved)
+            places[k] = (self.slots[copy].offset, reserved)
         self.vertices.append(replace(vertex, inputs=tuple(read[value] for value in vertex.inputs)))
         # No output that is not written over an input may lie on one.
         for k, size in enumerate(vertex.sizes):
@@ -314,7 +330,7 @@ class _Draft:
 
     def _uses_home(self, vertex: Vertex, ref: Ref) -> bool:
         """Whether ``vertex``, of the plan, reads the INPUT ``ref`` at its home."""
-        if vertex.kind is VertexKind.RELOAD:
+        if swaps_in(vertex):
             return ref in self.task_inputs
         return vertex.id in self.task and ref in self.task_inputs and self.uses.at_home(self.task[vertex.id], ref)
 
@@ -329,7 +345,8 @@ class _Draft:
         last = self._last(ref)
         resident = self.cyclic and ref in self.slots
         loaded = any(ref in v.inputs and self._uses_home(v, ref) for v in self.vertices)
-        in_place = [copy for copy in self._copies(last) if resident and self.slots[copy].addr == self.slots[ref].addr]
+        copies = self._copies(last) if resident else []
+        in_place = [copy for copy in copies if self.slots[copy].offset == self.slots[ref].offset]
         at_home = last == ref or last in self.host
         return not at_home and (not resident or loaded), resident and not in_place
 
@@ -344,17 +361,18 @@ class _Draft:
         slot = self.slots[ref]
         for copy in list(self.held):
             other = self.slots[copy]
-            if other.device == slot.device and other.addr < _end(slot) and slot.addr < _end(other):
+            apart = other.offset >= self._end_of(ref) or slot.offset >= self._end_of(copy)
+            if other.space == slot.space and not apart:
                 self._lose(copy)
         if last not in self.host:
             raise NoPlan
-        self._copy(VertexKind.RELOAD, self.host[last], last, slot.addr)
+        self._reload(last, slot.offset)
 
     def _memory_edges(self, data: Iterable[Edge]) -> tuple[Edge, ...]:
         """Edges from all users of what a content replaces, those that follow from others left out."""
         kind = {vertex.id: vertex.kind for vertex in self.vertices}
         users: dict[Ref, list[int]] = defaultdict(list)
-        memory: dict[int, Occupants[Ref]] = defaultdict(Occupants)
+        memory: dict[int, Occupants] = defaultdict(Occupants)
         homes: dict[Ref, Ref] = {}
         value: dict[Ref, Ref] = {}
         pairs: list[Edge] = []
@@ -366,13 +384,13 @@ class _Draft:
             written: list[Ref] = []
             for k in range(len(vertex.sizes)):
                 ref = (vertex.id, k)
-                copied = kind[vertex.id] in (VertexKind.OFFLOAD, VertexKind.RELOAD)
+                copied = swaps(vertex)
                 value[ref] = value[vertex.inputs[0]] if copied else ref
                 slot = self.slots.get(ref)
                 if slot is not None:
-                    written += memory[slot.device].replace(slot.addr, _end(slot), ref)
+                    written += memory[slot.space].replace(slot.offset, self._end_of(ref), ref)
             state = self.state.get(value[vertex.id, 0])
-            if vertex.kind is VertexKind.OFFLOAD and state is not None:
+            if swaps_out(vertex) and state is not None:
                 written.append(homes.get(state, (state[0], -1)))
                 homes[state] = (vertex.id, 0)
             for ref in ((vertex.id, k) for k, size in enumerate(vertex.sizes) if size):
@@ -383,10 +401,6 @@ class _Draft:
                 before = users[former] or [former[0]]
                 pairs += [(u, vertex.id) for u in before if u != vertex.id and kind[u] is not VertexKind.INPUT]
         return _needed_edges(tuple(self.vertices), tuple(data), tuple(dict.fromkeys(pairs)))
-
-
-def _end(slot: Slot) -> int:
-    return slot.addr + slot.size
 
 
 def _needed_edges(vertices: tuple[Vertex, ...], data: tuple[Edge, ...], memory: tuple[Edge, ...]) -> tuple[Edge, ...]:
