@@ -33,11 +33,11 @@ def rows_of_page() -> list[Row]:
 def rows_of_plan(plan: MemGraph) -> list[Row]:
     """The same of a plan: residents in one row, then every vertex that runs, by the order of the plan."""
     there = tuple(v.id for v in plan.vertices if v.kind is VertexKind.INPUT and (v.id, 0) in plan.slots)
-    rows: list[Row] = [(there, tuple(plan.slots[v, 0].addr for v in there), ())]
+    rows: list[Row] = [(there, tuple(plan.slots[v, 0].offset for v in there), ())]
     for vertex in plan.vertices:
         if vertex.kind is not VertexKind.INPUT:
             waits = sorted({u for u, v in (*plan.data_edges, *plan.memory_edges) if v == vertex.id})
-            rows.append(((vertex.id,), (plan.slots[vertex.id, 0].addr,), tuple(waits)))
+            rows.append(((vertex.id,), (plan.slots[vertex.id, 0].offset,), tuple(waits)))
     return rows
 
 

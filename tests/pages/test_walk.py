@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.pages.blocks import blocks_of
-from tests.test_imports import MAY_IMPORT
+from tests.test_imports import MAY_IMPORT, PACKAGE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "ARCHITECTURE.md"
@@ -70,14 +70,31 @@ def test_the_folders_are_listed_in_the_order_of_imports() -> None:
     assert [row[0].strip("`/") for row in rows("| folder of `disco_accel/` |")] == list(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs"])
+def test_the_page_fits_in_a_head() -> None:
+    assert len(PAGE.read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_each_folder_has_a_readme_that_names_its_neighbours(part: str) -> None:
+    """Those that it may import, and those that may import it."""
+    text = " ".join((PACKAGE / part / "README.md").read_text().split())
+    found = re.search(r"\*\*Imports\*\* (.+?)\. \*\*Imported by\*\* (.+?)\. ", text)
+    assert found is not None
+    before, after = (re.findall(r"`(\w+)`", names) for names in found.groups())
+    assert sorted(before) == sorted(MAY_IMPORT[part])
+    assert sorted(after) == sorted(name for name, allowed in MAY_IMPORT.items() if part in allowed)
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs", "disco_accel"])
 def test_files_that_a_page_names_exist(page: str) -> None:
-    """Paths below the repository, or below ``disco_accel`` as ARCHITECTURE writes them."""
-    pages = sorted((ROOT / page).rglob("*.md")) if page == "docs" else [ROOT / page]
+    """Paths below the repository, or below ``disco_accel`` as ARCHITECTURE writes them; in the README of a folder also
+    names of files there."""
+    pages = [ROOT / page] if page.endswith(".md") else sorted((ROOT / page).rglob("*.md"))
     missing = [
-        f"{path.name}: {name}"
+        f"{path.parent.name}/{path.name}: {name}"
         for path in pages
-        for name in re.findall(r"`([\w/.]+/[\w.]+\.(?:py|cpp|h|yaml|json))`", path.read_text())
-        if not name.startswith("out/") and not any((base / name).exists() for base in (ROOT, ROOT / "disco_accel"))
+        for name in re.findall(r"`([\w/.]+\.(?:py|cpp|h|yaml|json))`", path.read_text())
+        if ("/" in name or page == "disco_accel") and not name.startswith("out/")
+        if not any((base / name).exists() for base in (ROOT, PACKAGE, path.parent, *path.parent.glob("*/")))
     ]
     assert not missing

@@ -1,0 +1,135 @@
+"""Pages and docstrings are plain sentences: nouns in a noun's place, at most 35 words, no private verbs."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.pages.prose import Sentence, counts, docstrings, sentences
+from tests.test_imports import PACKAGE, ROOT
+
+PER_THOUSAND = 2
+"""Noun clauses in a thousand words of a page."""
+
+ABOVE = {"docs/schema.md": (9, 5, 0), "docs/simulate.md": (0, 1, 0)}
+"""Pages above the limits, with their clauses, long sentences and private verbs today."""
+
+DOCSTRINGS = {
+    "": (22, 1, 0),
+    "autoload": (1, 1, 0),
+    "capture": (63, 6, 0),
+    "cli": (10, 0, 0),
+    "config": (22, 0, 2),
+    "decompose": (48, 5, 2),
+    "execute": (25, 3, 0),
+    "graph": (47, 4, 0),
+    "integrate": (38, 4, 3),
+    "measure": (16, 1, 0),
+    "native": (59, 5, 5),
+    "observe": (23, 2, 0),
+    "plan": (148, 42, 2),
+    "quantised": (9, 0, 0),
+    "selfcheck": (24, 1, 0),
+    "simulate": (4, 1, 0),
+    "step": (258, 11, 21),
+    "store": (4, 5, 1),
+    "testing": (3, 0, 0),
+    "verify": (8, 1, 0),
+}
+"""The same counts of the docstrings of each folder, of the modules beside the folders under "": they may only fall."""
+
+
+def pages() -> list[str]:
+    """The pages at the top, those of ``docs``, and the READMEs of the package's folders."""
+    found = (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("README.md"))
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+
+
+@functools.cache
+def of_page(page: str) -> list[Sentence]:
+    return sentences((ROOT / page).read_text(encoding="utf-8"))
+
+
+def within_limits(found: list[Sentence]) -> bool:
+    clauses, *others = counts(found)
+    return clauses * 1000 <= PER_THOUSAND * sum(sentence.words for sentence in found) and not any(others)
+
+
+def told(found: list[Sentence]) -> str:
+    """The sentences of ``found`` that count."""
+    return "\n".join(s.text for s in found if s.clauses or s.long or s.private_verbs)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_a_page_is_within_the_limits(page: str) -> None:
+    """One that is listed is above them, by the counts of the list."""
+    found = of_page(page)
+    assert within_limits(found) == (page not in ABOVE), told(found)
+    assert page not in ABOVE or counts(found) == ABOVE[page], f"a count has risen, or the list is to be lowered: {page}"
+
+
+def test_counts_of_docstrings_do_not_rise_and_the_table_follows_when_they_fall() -> None:
+    found: dict[str, list[Sentence]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        first, *rest = path.relative_to(PACKAGE).parts
+        in_docstrings = [sentence for text in docstrings(path) for sentence in sentences(text)]
+        found.setdefault(first if rest else "", []).extend(in_docstrings)
+    now = {folder: counts(found[folder]) for folder in sorted(found)}
+    risen = {
+        folder: told(found[folder])
+        for folder, new in now.items()
+        if any(n > old for n, old in zip(new, DOCSTRINGS.get(folder, (0, 0, 0)), strict=True))
+    }
+    assert not risen, "these counts have risen: " + "\n".join(f"{folder}: {text}" for folder, text in risen.items())
+    assert now == DOCSTRINGS, f"counts have fallen, lower the table to {now}"
+
+
+LONG = "The engine runs " + "the kernel and " * 11 + "the copy."
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The plan keeps what the loss reads.", (1, 0, 0)),
+        ("What the forward\nreturns waits for the update.", (1, 0, 0)),
+        ("- A lease ends when who holds it ends, whatever its state.", (2, 0, 0)),
+        ("| value | it is good for whoever reads it next in the step |", (1, 0, 0)),
+        ("`what` is code. [It says what](x.md) a link leads to.", (1, 0, 0)),
+        (LONG, (0, 1, 0)),
+        (LONG.replace(" and the copy.", ".\n\nThe copy."), (0, 0, 0)),
+        (f"| {LONG} |", (0, 0, 0)),
+        ("An update that is put off stands in for the step.", (0, 0, 2)),
+        ("Jobs come down, letting memory go, and the layers dealt out are let be.", (0, 0, 4)),
+    ],
+)
+def test_a_planted_sentence_counts(text: str, expected: tuple[int, int, int]) -> None:
+    assert counts(sentences(text)) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What does the plan keep between two uses of a weight?",
+        "What is live",
+        "# What the plan keeps until the loss has read it",
+        "| what happens | effect |\n|---|---|",
+        "A user who trains a model reads its report, and those who measure the engine do too.",
+        "```text\nprints what it likes\n```",
+        "<!-- results -->\nPrints what it likes.\n<!-- end of results -->",
+        "The store puts an object off-device, lets a client read it, and goes on.",
+        "A stand-in for CUDA. The offset is somewhat larger, and the loss goes down.",
+    ],
+)
+def test_a_good_sentence_does_not_count(text: str) -> None:
+    assert counts(sentences(text)) == (0, 0, 0)
+
+
+def test_sentences_end_where_a_reader_ends_them() -> None:
+    found = sentences("It takes 0.5 s, half. `x.py` is next, then\n  a line. [a.md](a.md) is a link.\n- An item.\n")
+    assert [sentence.text for sentence in found] == [
+        "It takes 0.5 s, half.",
+        "Code is next, then a line.",
+        "A.md is a link.",
+        "An item.",
+    ]
