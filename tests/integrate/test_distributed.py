@@ -19,6 +19,7 @@ import pytest
 from tests.support import forkserver
 
 BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "scripts" / "processes.py"
 OURS = {"memory_budget": "64MiB", "device": "cpu", "plan_cache": None, "planner": "build"}
 TWO_PROCESSES = {
@@ -74,6 +75,7 @@ def environment() -> dict[str, str]:
     # As accelerate's own tests do it: torchrun's processes on a machine whose devices are left alone.
     return clean | {
         "PATH": path,
+        "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "ACCELERATE_USE_CPU": "true",

@@ -58,6 +58,6 @@ def test_faults_are_caught(name: str) -> None:
         assert not is_safe(graph, bad), number
         with pytest.raises(VerifyError):
             verify(graph, bad)
-        seen += refused_by_adversary(graph, bad, 8)
+        seen += refused_by_adversary(graph, bad, 12)
     assert planted > 3
     assert seen > 0.6 * planted or name in ADVERSARY_CANNOT_SEE, (seen, planted)
