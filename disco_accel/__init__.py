@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from disco_accel.integrate.accelerate.plugin import DiscoPlugin
     from disco_accel.integrate.hf.prefill import prefill
     from disco_accel.integrate.prepare import prepare, restore, set_memory_budget, settle, stats
-    from disco_accel.step.state.pure import pure
+    from disco_accel.step.state.forward_code import pure
 
 _HOME = {
     "DiscoConfig": "disco_accel.config.settings",

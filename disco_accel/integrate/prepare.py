@@ -29,14 +29,14 @@ from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.compile.refusals import require_known_weights, require_plain_autograd
 from disco_accel.step.dynamo import not_compiled, plain_model
 from disco_accel.step.optimizer_home import keeps_masters, optimizer_home, update_asked
-from disco_accel.step.run.inner_forwards import InnerForwards, own_forward_runs
+from disco_accel.step.run.inner_forwards import own_forward_runs, watch_inner_forwards
 from disco_accel.step.run.observer import Fallback
-from disco_accel.step.run.output_field import compiled_for_use
 from disco_accel.step.run.pending import run_step
 from disco_accel.step.run.rerun import Rerun
-from disco_accel.step.run.rng_state import generator_state
 from disco_accel.step.run.session import STATE, Session, find_state
-from disco_accel.step.run.step_comparison import Comparison
+from disco_accel.step.run.shared_batches import shared_out
+from disco_accel.step.run.step_inputs import generator_state
+from disco_accel.step.run.step_plans import compiled_for_use, with_more
 from disco_accel.step.state.step_key import forget_state, step_key
 from disco_accel.step.update.deferral import Deferral
 from disco_accel.step.update.master_weights import MasterWeights
@@ -55,7 +55,7 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     state.memory.require_own_process()
     try:
         require_plain_autograd()
-        batch = state.calls.arguments.bind(args, kwargs)
+        batch = state.calls.bind(args, kwargs)
         if batch.get("return_dict") is False:
             raise CaptureError("return_dict: False is not supported in a planned step; leave it out")
         with state.placement.hidden():
@@ -65,46 +65,41 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _padded_or_not(state: Session, model: torch.nn.Module, batch: Mapping[str, Any]) -> StepOutput | torch.Tensor:
-    fitted = _shared_out(state, model, state.setup.frontend.fit(model, batch, state.calls.usage.used(batch)))
+    fitted = shared_out(state, model, state.setup.frontend.fit(model, batch, state.calls.usage.used(batch)))
     try:
         return _planned(state, model, fitted)
     except BudgetTooSmall as error:
         # Bits must not hang on what other jobs have at the moment.
         if fitted.length is None or state.budgets.may_wait(error):
             raise
-        return _planned(state, model, _shared_out(state, model, state.setup.frontend.give_up(fitted, batch)))
-
-
-def _shared_out(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
-    with state.memory.lock:
-        return state.calls.batches.fit(model, fitted)
+        return _planned(state, model, shared_out(state, model, state.setup.frontend.give_up(fitted, batch)))
 
 
 def _planned(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> StepOutput | torch.Tensor:
     """The forward of a planned step on ``fitted``."""
     with state.memory.lock, state.updates.taking():
         key = step_key(model, fitted.batch)
-        reason = state.calls.last_fallback.known_reason(key)
-        if reason is not None:
-            raise CaptureError(reason)
+        fallback = state.calls.last_fallback
+        if fallback is not None and fallback[0] == key:
+            raise CaptureError(fallback[1])
         usage = state.calls.usage.of(key, fitted.batch)
         try:
             step = compiled_for_use(state, model, fitted, usage, key)
         except CaptureError as error:
             if state.setup.config.on_unsupported == "eager" and not met_shortage(error):
-                state.calls.last_fallback.note(key, str(error))
+                state.calls.last_fallback = key, str(error)
             raise
-        if state.compiler.effects.lasting:
+        if state.calls.effects.lasting:
             key = step_key(model, fitted.batch)
-        region = state.calls.casts.region_of(step)
-        running = state.with_more(model, step)
+        together = state.calls.casts.forward_of(step)
+        running = with_more(state, model, step)
         # An update cannot be taken back: weights are looked at before it, not beside it.
         state.loader.make_current(model, running, check_ends_later=running is step)
         generator = generator_state(step)
-        compare = Comparison.of(state, model, fitted, step, generator)
-        values, inputs, together = run_step(state, model, running, fitted.batch, region, compare)
-        state.calls.casts.planned(region, inputs)
-        state.reports.observers.on_step(running)
+        compare = state.calls.verifier.comparison(model, fitted, step, generator)
+        values, inputs = run_step(state, model, running, fitted.batch, together, compare)
+        state.calls.casts.planned(together, inputs)
+        state.reports.on_step(running)
     if step.captured.bare:
         return values[0]
     rerun = Rerun(state, model, fitted, step, usage, generator, autocast_state(), key, inputs, together)
@@ -116,7 +111,7 @@ def _planned(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> Ste
 def _eager(state: Session, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if state.setup.config.on_unsupported != "eager":
         raise error
-    state.reports.observers.on_fallback(Fallback.STEP, str(error))
+    state.reports.on_fallback(Fallback.STEP, str(error))
     state.reports.say_once(f"this step runs in eager mode, outside the memory budget: {error}")
     return _own_forward(state, args, kwargs)
 
@@ -228,7 +223,7 @@ def _attach(state: Session, model: torch.nn.Module) -> None:
         _follow_optimizers(state, model)
     model.__dict__[STATE] = state
     generate_prefill.install(state, model)
-    state.on_restore.append(InnerForwards(state.reports, model).remove)
+    state.on_restore.append(watch_inner_forwards(state.reports, model))
     patched = functools.update_wrapper(functools.partial(_forward, model), state.calls.forward)
     model.forward = patched
 

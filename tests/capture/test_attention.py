@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from disco_accel.capture.attention import cudnn_attention_wanted, refuse_cudnn_attention, without_cudnn_attention
 from disco_accel.errors import CaptureError
-from disco_accel.step.state.torch_settings import ambient_state
+from disco_accel.step.state.step_key import ambient_state
 
 CUDA = torch.device("cuda", 0)
 ORIGINAL = F.scaled_dot_product_attention

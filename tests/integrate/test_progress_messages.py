@@ -19,7 +19,7 @@ from disco_accel import DiscoCallback, prefill, prepare, stats
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.accelerate.trainer_speed import KEY
 from disco_accel.observe.log_to_stderr import show_messages
-from disco_accel.step.run import progress_messages, step_compiler
+from disco_accel.step.run import progress_messages, step_plans
 from disco_accel.step.run.session import find_state
 from tests.integrate.twins import SMALL, batch, config
 from tests.support.models import tiny_lora
@@ -65,7 +65,7 @@ def test_a_stage_is_told_before_it_begins(monkeypatch: pytest.MonkeyPatch, caplo
         told.extend(said(caplog))
         raise CaptureError("stop here")
 
-    monkeypatch.setattr(step_compiler, "compile_step", stuck)
+    monkeypatch.setattr(step_plans, "compile_step", stuck)
     model = prepare(tiny_lora(**SMALL), config())
     with pytest.raises(CaptureError):
         model(**batch())

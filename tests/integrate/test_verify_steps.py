@@ -16,8 +16,7 @@ from disco_accel.config.settings import split_yaml
 from disco_accel.errors import ConfigError, StepsDiffer
 from disco_accel.execute.executor import Executor
 from disco_accel.selfcheck.agreement import distance
-from disco_accel.step.run.step_comparison import Comparison
-from disco_accel.step.run.verify_steps import StepVerifier
+from disco_accel.step.run.verify_steps import StepVerifier, _Compared
 from tests.support.models import random_batch, tiny_lora
 
 TIGHT = 400_000
@@ -166,7 +165,7 @@ def test_generator_and_buffers_are_as_after_one_step() -> None:
 
 @pytest.mark.parametrize("given", [-1, 1.5, "two", True, None])
 def test_the_key_takes_whole_numbers_from_0_on(given: Any, tmp_path: Path) -> None:
-    assert DiscoConfig().verify_steps == 0 and not StepVerifier(0).active
+    assert DiscoConfig().verify_steps == 0 and not StepVerifier(0, *[None] * 5).active
     assert DiscoConfig.from_env(environ={"DISCO_VERIFY_STEPS": "2"}).verify_steps == 2
     page = tmp_path / "config.yaml"
     page.write_text("disco_config:\n  memory_budget: 1GiB\n  verify_steps: 3\n  self_check: off\n")
@@ -222,18 +221,18 @@ class Stack(torch.nn.Module):
 def eager_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many there were in each comparison."""
     runs: list[int] = []
-    compare, once = Comparison.__call__, Comparison._unplanned
+    compare, once = _Compared.__call__, _Compared._unplanned
 
-    def compared(self: Comparison, *given: Any) -> None:
+    def compared(self: _Compared, *given: Any) -> None:
         runs.append(0)
         compare(self, *given)
 
-    def counted(self: Comparison, *given: Any) -> dict[str, torch.Tensor]:
+    def counted(self: _Compared, *given: Any) -> dict[str, torch.Tensor]:
         runs[-1] += 1
         return once(self, *given)
 
-    monkeypatch.setattr(Comparison, "__call__", compared)
-    monkeypatch.setattr(Comparison, "_unplanned", counted)
+    monkeypatch.setattr(_Compared, "__call__", compared)
+    monkeypatch.setattr(_Compared, "_unplanned", counted)
     return runs
 
 

@@ -11,7 +11,7 @@ import torch
 from disco_accel.errors import ExecutionError
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.run.observer import Observer, observe_all
-from disco_accel.step.state.input_snapshot import _NormSnapshot
+from disco_accel.step.run.step_inputs import _NormSnapshot
 from tests.integrate.twins import batch, pair
 
 Change = Callable[[Any, dict[str, torch.Tensor]], object]

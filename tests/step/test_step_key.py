@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from disco_accel.errors import CaptureError
-from disco_accel.step.state.step_key import batch_facts, step_key
+from disco_accel.step.state.step_key import is_packed, step_key
 from tests.support.models import random_batch, tiny_lora
 
 Batch = dict[str, Any]
@@ -232,7 +232,7 @@ def test_an_argument_that_no_key_describes_is_refused() -> None:
 )
 def test_packing_is_seen_in_position_ids(positions: list[int], packed: bool) -> None:
     """Consecutive positions are one sequence wherever they start."""
-    assert batch_facts({"position_ids": torch.tensor([positions])}).packed is packed
+    assert is_packed({"position_ids": torch.tensor([positions])}) is packed
 
 
 class _Forbidding:

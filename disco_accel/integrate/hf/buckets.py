@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from disco_accel.step.compile.fitted_batch import CUT, FittedBatch
 from disco_accel.step.run.arguments import base_model
-from disco_accel.step.state.step_key import batch_facts, state_number
+from disco_accel.step.state.step_key import is_packed, state_number
 
 logger = logging.getLogger("disco_accel")
 
@@ -171,7 +171,7 @@ def _batch_obstacle(model: torch.nn.Module, batch: Mapping[str, Any], target: in
     positions = batch.get("position_ids")
     if positions is None:
         return None
-    if batch_facts(batch).packed:
+    if is_packed(batch):
         return "position_ids: rows are packed, or do not count up"
     limit = _position_limit(model)
     if limit is not None and int(positions.max()) + target - shape[1] >= limit:

@@ -143,4 +143,4 @@ def _candidates(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _fall_back(state: Session, reason: str) -> None:
     if reason not in state.reports.counts.fallbacks:
         logger.warning("generate's first step runs without a plan: %s", reason)
-    state.reports.observers.on_fallback(Fallback.PREFILL, reason)
+    state.reports.on_fallback(Fallback.PREFILL, reason)

@@ -17,8 +17,8 @@ from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.run.frontend import ContextFactory
 from disco_accel.step.run.observer import Observer
 from disco_accel.step.run.output_usage import Outputs
+from disco_accel.step.run.reports import RunCounts
 from disco_accel.step.run.session import find_state
-from disco_accel.step.run.step_stats import RunCounts
 
 _FUSED_HEAD = ("log_probs", "entropy", "is_top1", "label_mask")
 

@@ -22,7 +22,8 @@ from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.conductor import CompileOptions, compile_forward
 from disco_accel.step.run.pending import externals_of
 from disco_accel.step.run.progress_messages import batch_text
-from disco_accel.step.run.rng_state import generator_from, generator_state, kept_on_failure
+from disco_accel.step.run.step_inputs import generator_from, generator_state, kept_on_failure
+from disco_accel.step.run.step_plans import plan_of, with_shards
 from disco_accel.step.state.containers import OWN_MARK
 from disco_accel.step.state.step_key import step_key
 
@@ -134,7 +135,7 @@ def _run(
         if any(batch["past"]):
             # The run would hold the old keys and values until its last copy, and the next chunk has another plan.
             executor.abandon()
-        state.reports.observers.on_prefill(step)
+        state.reports.on_prefill(step)
         state.budgets.step_ended()
         returned = {o.name: value for o, value in zip(step.captured.outputs, values, strict=True)}
         return returned | {b.name: tensor for b, tensor in placed.items()}
@@ -172,7 +173,7 @@ def _compiled(
             model,
             batch,
             forward=traced_forward(forward),
-            options=state.compiler.with_shards(model, options, state.setup.config.parallel),
+            options=with_shards(state, model, options, state.setup.config.parallel),
             beside=beside,
             outside=outside_arena,
         )
@@ -180,7 +181,7 @@ def _compiled(
     what = f"the reading of {batch_text(batch)}"
     run_first_forward_changes(model, state.memory.device, gradients=False)
     key = step_key(model, batch), _KIND
-    return state.compiler.plan_of(model, key, lambda: hf_contexts(model, batch), compiler, what)
+    return plan_of(state, model, key, lambda: hf_contexts(model, batch), compiler, what)
 
 
 def _refuse_hooks(model: torch.nn.Module) -> None:

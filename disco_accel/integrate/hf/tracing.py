@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from disco_accel.step.compile.refusals import (
 )
 from disco_accel.step.dynamo import compiled_parts_traced
 from disco_accel.step.run.frontend import ContextFactory
-from disco_accel.step.state.step_key import BatchFacts, batch_facts
+from disco_accel.step.state.step_key import has_full_mask, is_packed
 
 
 def hf_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[ContextFactory]:
@@ -40,12 +39,11 @@ def hf_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[Conte
     use_cache = kwargs.get("use_cache")
     if use_cache is None:
         use_cache = any(getattr(getattr(m, "config", None), "use_cache", False) for m in model.modules())
-    facts = batch_facts(kwargs)
     # HF looks for packed rows only where it has no cache, and checkpointing switches the cache off.
-    facts = replace(facts, packed=facts.packed and (not use_cache or bool(segments)))
+    packed = is_packed(kwargs) and (not use_cache or bool(segments))
     return [
         compiled_parts_traced,
-        functools.partial(_masks_of, facts),
+        functools.partial(_masks_of, full=has_full_mask(kwargs), packed=packed),
         functools.partial(_marked_checkpointing, segments),
     ]
 
@@ -76,7 +74,7 @@ def _check_experts(model: torch.nn.Module) -> None:
 
 
 @contextmanager
-def _masks_of(facts: BatchFacts) -> Iterator[None]:
+def _masks_of(*, full: bool, packed: bool) -> Iterator[None]:
     """Let HF decide about masks by the concrete batch, as in eager mode.
 
     Under tracing it would always build the mask, and attention given a mask cannot use the causal kernel.
@@ -84,13 +82,13 @@ def _masks_of(facts: BatchFacts) -> Iterator[None]:
 
     def ignoring(ignore: Callable[..., bool]) -> Callable[..., bool]:
         def ignore_mask(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> bool:
-            return bool(ignore(None if facts.full_mask else padding_mask, *args, **kwargs))
+            return bool(ignore(None if full else padding_mask, *args, **kwargs))
 
         return ignore_mask
 
-    def packing(packed: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+    def packing(find: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
         def packed_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
-            return packed(position_ids) if facts.packed else None
+            return find(position_ids) if packed else None
 
         return packed_indices
 

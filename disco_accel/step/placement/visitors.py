@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from disco_accel.capture.parts import rebuilt
+from disco_accel.step.state.forward_code import pure
 from disco_accel.step.state.plain_tensors import replaced_tensors
-from disco_accel.step.state.pure import pure
 
 Visit = Callable[[torch.Tensor], torch.Tensor]
 """A tensor as a forward needs it; the same object where it lies right already."""

@@ -1,4 +1,4 @@
-"""What a step asks of the library that its model comes from."""
+"""The interface of a model's library: the questions that steps ask it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.run.observer import Observer
 from disco_accel.step.run.output_usage import Outputs
-from disco_accel.step.run.step_stats import RunCounts
+from disco_accel.step.run.reports import RunCounts
 
 ContextFactory = Callable[[], AbstractContextManager[Any]]
 """Makes a context that a trace runs in."""
@@ -21,7 +21,7 @@ class Frontend(Protocol):
     """The side of a session that knows the model's library."""
 
     def contexts(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Sequence[ContextFactory]:
-        """What the trace of a training step runs in. Raises CaptureError for what cannot be planned."""
+        """Contexts around the trace of a training step. Raises CaptureError for a step that cannot be planned."""
 
     def fit(self, model: torch.nn.Module, batch: Mapping[str, Any], used: Collection[str]) -> FittedBatch:
         """``batch``, padded where that saves plans and changes nothing in the fields that are ``used``."""
@@ -33,13 +33,13 @@ class Frontend(Protocol):
         """``fitted`` in ``count`` parts, with all that makes its loss the sum of theirs; or why not, in words."""
 
     def usual_outputs(self, batch: Mapping[str, Any]) -> Outputs:
-        """What is likely to be done with the outputs of such a step; () if nothing is known."""
+        """The likely uses of the outputs of such a step; () if nothing is known."""
 
     def tensor_plan(self, model: torch.nn.Module, count: int) -> Mapping[str, int]:
         """Which weights ``count`` devices share: name → the dimension that is cut. Raises CaptureError."""
 
     def observer(self, counts: RunCounts) -> Observer:
-        """What this side wants to be told; ``counts`` are up to date by then."""
+        """The listener of this side, which is told after ``counts``."""
 
     def stats(self) -> dict[str, Any]:
-        """What ``stats(model)`` shows of this side."""
+        """The part of ``stats(model)`` about this side."""

@@ -16,8 +16,8 @@ from disco_accel.step.run.observer import Fallback
 from disco_accel.step.run.reports import Reports
 
 _CALL = "_compiled_call_impl"
-"""What ``Module.__call__`` takes in place of ``_call_impl`` where it is set, as ``Module.compile`` does: no hook that
-tracing sees, and neither copied nor pickled with the module."""
+"""Set, as ``Module.compile`` sets it, it runs in place of ``_call_impl``. Tracing sees no hook there, and it is neither
+copied nor pickled with the module."""
 _HALF = 0.5
 _thread = threading.local()
 
@@ -33,24 +33,24 @@ def own_forward_runs() -> Iterator[None]:
         _thread.inside = before
 
 
-class InnerForwards:
-    """Watches those modules of a model that hold most of it."""
+def watch_inner_forwards(reports: Reports, model: torch.nn.Module) -> Callable[[], None]:
+    """Watch those modules of ``model`` that hold most of it. A call of the result gives them their own calls again; a
+    module that the user has compiled since stays so."""
+    watched: list[tuple[weakref.ref[torch.nn.Module], Any, Any]] = []
+    reference = weakref.ref(reports)
+    for name, module in _inner_models(model):
+        before = module.__dict__.get(_CALL)
+        module.__dict__[_CALL] = call = _watch(reference, name, module, before)
+        watched.append((weakref.ref(module), call, before))
 
-    def __init__(self, reports: Reports, model: torch.nn.Module) -> None:
-        self._watched: list[tuple[weakref.ref[torch.nn.Module], Any, Any]] = []
-        reference = weakref.ref(reports)
-        for name, module in inner_models(model):
-            before = module.__dict__.get(_CALL)
-            module.__dict__[_CALL] = call = _watch(reference, name, module, before)
-            self._watched.append((weakref.ref(module), call, before))
-
-    def remove(self) -> None:
-        """The modules' own calls again; one that the user has compiled since stays so."""
-        for reference, call, before in self._watched:
-            module = reference()
+    def remove() -> None:
+        for known, call, before in watched:
+            module = known()
             if module is not None and module.__dict__.get(_CALL) is call:
                 module.__dict__[_CALL] = before
-        self._watched.clear()
+        watched.clear()
+
+    return remove
 
 
 def _watch(
@@ -79,12 +79,12 @@ def _count(reference: weakref.ref[Reports], name: str) -> None:
         f"{name}: called itself, past the model that is prepared, so that it runs without a plan and outside the "
         "memory budget; call the prepared model, or prepare this module in its place"
     )
-    reports.observers.on_fallback(Fallback.INNER_FORWARD, reason)
+    reports.on_fallback(Fallback.INNER_FORWARD, reason)
     reports.say_once(reason)
 
 
-def inner_models(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules below ``model``, by name, that hold at least half of its parameters: what a user may take for it."""
+def _inner_models(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules below ``model``, by name, that hold at least half of its parameters: a user may take them for it."""
     whole = sum(p.numel() for p in model.parameters())
     todo = [("", model)]
     while todo:

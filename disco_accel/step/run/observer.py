@@ -1,4 +1,4 @@
-"""What happens in prepared models, told to whoever asks: counts, messages, a test suite's report."""
+"""Events of prepared models, and the interface of their listeners: counts, messages, a test suite's report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Fallback(enum.StrEnum):
-    """What ran without a plan."""
+    """A kind of run without a plan."""
 
     STEP = "step"
     """A training step's forward, and with it its backward."""
@@ -26,8 +26,8 @@ class Fallback(enum.StrEnum):
 class Observer:
     """Each call does nothing until a subclass says otherwise.
 
-    Calls come in the thread that runs the step, in the middle of it: they must not run the model. What they raise
-    reaches the caller of the step.
+    Calls come in the thread that runs the step, in the middle of it: they must not run the model. Their exceptions
+    reach the caller of the step.
     """
 
     def on_plan(self, step: CompiledStep) -> None:
@@ -49,50 +49,11 @@ class Observer:
         """Something is about to run without a plan, in eager mode, for ``reason``."""
 
 
-_of_all_models: list[Observer] = []
+of_all_models: list[Observer] = []
+"""Observers of every prepared model of this process."""
 
 
 def observe_all(observer: Observer) -> Callable[[], None]:
-    """Tell ``observer`` of every prepared model of this process from now on, until what is returned is called."""
-    _of_all_models.append(observer)
-    return lambda: _of_all_models.remove(observer)
-
-
-class Observers(Observer):
-    """Tells the observers of one model, then those of all models, in the order in which they came."""
-
-    def __init__(self, *observers: Observer) -> None:
-        self._observers = observers
-
-    def _all(self) -> tuple[Observer, ...]:
-        return (*self._observers, *_of_all_models)
-
-    def on_plan(self, step: CompiledStep) -> None:
-        """As ``Observer.on_plan``, of each."""
-        for observer in self._all():
-            observer.on_plan(step)
-
-    def on_plan_hit(self, step: CompiledStep) -> None:
-        """As ``Observer.on_plan_hit``, of each."""
-        for observer in self._all():
-            observer.on_plan_hit(step)
-
-    def on_step(self, step: CompiledStep) -> None:
-        """As ``Observer.on_step``, of each."""
-        for observer in self._all():
-            observer.on_step(step)
-
-    def on_backward(self, step: CompiledStep) -> None:
-        """As ``Observer.on_backward``, of each."""
-        for observer in self._all():
-            observer.on_backward(step)
-
-    def on_prefill(self, step: CompiledStep) -> None:
-        """As ``Observer.on_prefill``, of each."""
-        for observer in self._all():
-            observer.on_prefill(step)
-
-    def on_fallback(self, kind: Fallback, reason: str) -> None:
-        """As ``Observer.on_fallback``, of each."""
-        for observer in self._all():
-            observer.on_fallback(kind, reason)
+    """Tell ``observer`` of every prepared model of this process from now on; a call of the result ends that."""
+    of_all_models.append(observer)
+    return lambda: of_all_models.remove(observer)

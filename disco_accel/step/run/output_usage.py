@@ -1,4 +1,4 @@
-"""What a user does with the outputs of steps, which decides what the next ones return."""
+"""The uses of the outputs of steps, which decide on the outputs of the next ones."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ HABIT = 2
 
 @dataclass
 class OutputUsage:
-    """What the user does with the outputs of steps of one key, as far as was seen, and until then the guess that it is
-    what was done with those before it."""
+    """The seen uses of the outputs of steps of one key; before the first, the guess that they are those of the steps
+    before it."""
 
     differentiated: str | None = None
     read: Counter[str] = field(default_factory=Counter)
@@ -30,10 +30,10 @@ class OutputUsage:
     returns_reads: bool = True
     """False once no plan could be made that returns more than is differentiated."""
     fields: tuple[str, ...] | None = None
-    """What the model's own output has, once it was seen."""
+    """Names in the model's own output, once it was seen."""
 
     def outputs(self, batch: Mapping[str, Any]) -> Outputs:
-        """What the next step is planned to return: no more than is used, since logits cost memory."""
+        """The fields that the next step is planned to return: no more than are used, since logits cost memory."""
         first = self.differentiated or ("logits" if batch.get("labels") is None else "loss")
         often = {name for name, times in self.read.items() if times >= HABIT}
         return (first, *(sorted((often | self.usual) - {first}) if self.returns_reads else ()))
@@ -44,13 +44,13 @@ class OutputUsage:
         self.read_in_step.add(name)
 
     def differentiates(self, name: str) -> None:
-        """Field ``name`` is differentiated from now on; its plan returns what this step was read for, too."""
+        """Field ``name`` is differentiated from now on; its plan returns the fields read of this step, too."""
         if self.differentiated != name:
             self.differentiated = name
             self.usual |= self.read_in_step
 
     def for_another(self, batch: Mapping[str, Any]) -> OutputUsage:
-        """The guess for steps of another key, from what was done with the last one of this."""
+        """The guess for steps of another key, from the uses of the last one of this."""
         return OutputUsage(self.differentiated, usual=frozenset(self.read_in_step).union(self.outputs(batch)[1:]))
 
     def returns_less(self) -> bool:
@@ -66,19 +66,19 @@ class OutputUsage:
 
 
 class UsageByStep:
-    """What the user does with the outputs of steps of each key."""
+    """The uses of the outputs of steps, by key."""
 
     def __init__(self, usual: Callable[[Mapping[str, Any]], Outputs]) -> None:
-        """``usual``: what is likely to be done with the outputs of the first step of a kind; () if nothing is known."""
+        """``usual``: the likely uses of the outputs of the first step of a kind; () if nothing is known."""
         self._usual = usual
         self._by_key: dict[StepKey, OutputUsage] = {}
         self._last: dict[Hashable, OutputUsage] = {}
         self._used: dict[Hashable, set[str]] = {}
         self.usual_field: str | None = None
-        """What is differentiated of outputs without loss and logits."""
+        """The field that is differentiated of outputs without loss and logits."""
 
     def of(self, key: StepKey, batch: Mapping[str, Any]) -> OutputUsage:
-        """The usage of steps of ``key``, one of which begins; at first what was done with the last one of its kind."""
+        """The usage of steps of ``key``, one of which begins; at first that of the last one of its kind."""
         call = _call(batch)
         self._used[call] = self.used(batch)
         kinds: tuple[Hashable, ...] = ((call, key.state), call)

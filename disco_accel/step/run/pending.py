@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,48 +18,18 @@ from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.errors import ExecutionError, Stalled
 from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.native.host_memory import expect_rewrite
-from disco_accel.step.budget.engine_memory import EngineMemory
-from disco_accel.step.budget.moving_budget import MovingBudget
-from disco_accel.step.budget.plan_loader import PlanLoader
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.fitted_batch import part_of
 from disco_accel.step.dynamo import not_compiled
 from disco_accel.step.gradients.accumulating_step import AccumulatingStep
-from disco_accel.step.gradients.model_gradients import ModelGradients
-from disco_accel.step.run.one_backward import CastRegion, OneForward
-from disco_accel.step.run.reports import Reports
-from disco_accel.step.run.rng_state import generator_from, generator_state, kept_on_failure
-from disco_accel.step.state.input_snapshot import InputSnapshot
+from disco_accel.step.run.one_backward import OneForward
+from disco_accel.step.run.session import Session
+from disco_accel.step.run.step_inputs import InputSnapshot, generator_from, generator_state, kept_on_failure
+from disco_accel.step.run.verify_steps import Comparison
 from disco_accel.step.state.step_key import model_state
-from disco_accel.step.update.planned_updates import PlannedUpdates
 from disco_accel.step.update.updated_step import StepWithUpdate
 
 logger = logging.getLogger("disco_accel")
-
-
-class Running(Protocol):
-    """What a step in flight needs of its model's session."""
-
-    @property
-    def memory(self) -> EngineMemory: ...
-
-    @property
-    def loader(self) -> PlanLoader: ...
-
-    @property
-    def budgets(self) -> MovingBudget: ...
-
-    @property
-    def updates(self) -> PlannedUpdates: ...
-
-    @property
-    def gradients(self) -> ModelGradients: ...
-
-    @property
-    def reports(self) -> Reports: ...
-
-    def report(self, step: CompiledStep) -> None:
-        """Write what is to be seen of ``step``, which has been traced."""
 
 
 class PendingStep:
@@ -73,7 +43,7 @@ class PendingStep:
 
     def __init__(
         self,
-        state: Running,
+        state: Session,
         model: torch.nn.Module,
         step: CompiledStep,
         externals: Mapping[int, torch.Tensor],
@@ -85,8 +55,8 @@ class PendingStep:
         self.inputs = self._snapshot_inputs()
         self.python = model_state(model).for_backward()
         self.generator = generator_state(step)
-        self.compare: Callable[..., None] | None = None
-        """Called in the backward with outputs by name, the first one's gradient, and gradients by parameter."""
+        self.compare: Comparison | None = None
+        """Called in the backward."""
         self.outputs: dict[str, torch.Tensor] = {}
         self.traced = state.reports.trace_wanted()
         state.gradients.accumulation.begun(self)
@@ -191,13 +161,13 @@ class PendingStep:
                 executor.set_tracing(False)
             gradients = {g.name: copy for g, copy in zip(self.step.captured.gradients, leaving, strict=True)}
             self.state.gradients.norms.made(gradients, self.step.gradient_norms())
-            self.state.reports.observers.on_backward(self.step)
+            self.state.reports.on_backward(self.step)
             left = accumulation.left_to_add(self.step, nodes, gradients)
             self.state.budgets.step_ended()
             return left
 
     def suspend(self) -> None:
-        """Stop what is left of this step; its inputs stay so that it can be rerun."""
+        """Stop the rest of this step; its inputs stay so that it can be rerun."""
         if self.running:
             self._release()
             self.step.executor.abandon()
@@ -218,7 +188,7 @@ class PendingStep:
             self._forget_update()
 
     def _forget_update(self) -> Collection[int]:
-        """Let go of the gradients that the update was made with; returns the inputs that held these."""
+        """Release the gradients that the update was made with; returns the inputs that held these."""
         known = {binding.vertex for binding in self.step.externals}
         own = self.externals.keys() - known
         self.externals = {vertex: tensor for vertex, tensor in self.externals.items() if vertex in known}
@@ -229,7 +199,7 @@ class PendingStep:
         self.state.memory.release_engine(self)
 
     def _python_change(self) -> str | None:
-        """What a backward's own Python code would read otherwise than the capture did, for a message."""
+        """Names Python state that a backward's own code would read otherwise than the capture did."""
         if self.python is None or self.python.returned(self.model):
             return None
         changed = self.python.last_difference
@@ -237,7 +207,7 @@ class PendingStep:
         return f"{where}, which Python code that runs in the backward may read,"
 
     def _require(self, changed: str | None) -> None:
-        """As eager mode does for what it saved: the backward must see the values that the forward saw."""
+        """As eager mode does for saved tensors: the backward must see the values that the forward saw."""
         if changed is not None:
             self.suspend()
             raise ExecutionError(
@@ -296,7 +266,8 @@ class _PlannedForward(torch.autograd.Function):
         def alone(tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             gradients: dict[str, torch.Tensor] = pending.backward(tangents, nodes)
             if pending.compare is not None:
-                pending.compare(pending.outputs, *tangents.values(), gradients)
+                (arrived,) = tangents.values()
+                pending.compare(pending.outputs, arrived, gradients)
             return gradients
 
         tangents = {} if tangent is None else {pending.step.captured.outputs[0].name: tangent}
@@ -307,9 +278,9 @@ class _PlannedForward(torch.autograd.Function):
 
 
 def externals_of(
-    state: Running, model: torch.nn.Module, step: CompiledStep, batch: Mapping[str, Any]
+    state: Session, model: torch.nn.Module, step: CompiledStep, batch: Mapping[str, Any]
 ) -> dict[int, torch.Tensor]:
-    """What ``step`` is given, by INPUT vertex: the model's trainable parameters and the tensors of ``batch``.
+    """The inputs of ``step``, by INPUT vertex: the model's trainable parameters and the tensors of ``batch``.
 
     Raises:
         ExecutionError: a token id outside the vocabulary; a gradient that has no parameter.
@@ -346,8 +317,9 @@ def _check_rows(step: CompiledStep, tensors: Mapping[str, torch.Tensor]) -> None
             )
 
 
-def _check_gradients(state: Running, step: CompiledStep, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Nothing trains silently without its gradient: what eager leaves out too is told, anything else an error."""
+def _check_gradients(state: Session, step: CompiledStep, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Nothing trains silently without its gradient: the user is told of those that eager leaves out too, and any other
+    is an error."""
     with_gradient = {gradient.name for gradient in step.captured.gradients}
     if not with_gradient <= parameters.keys():
         raise ExecutionError(f"{sorted(with_gradient - parameters.keys())[0]}: its gradient has no parameter to go to")
@@ -363,16 +335,17 @@ def _check_gradients(state: Running, step: CompiledStep, parameters: Mapping[str
 
 
 def run_step(
-    state: Running,
+    state: Session,
     model: torch.nn.Module,
     step: CompiledStep,
     batch: Mapping[str, Any],
-    region: CastRegion | None,
-    compare: Callable[..., None] | None = None,
-) -> tuple[list[torch.Tensor], InputSnapshot, OneForward]:
-    """Run the forward part of ``step``; the first output's backward runs the rest, then ``compare`` on its results.
+    together: OneForward,
+    compare: Comparison | None = None,
+) -> tuple[list[torch.Tensor], InputSnapshot]:
+    """Run the forward part of ``step``, ``together`` for autograd; the first output's backward runs the rest, then
+    ``compare`` on its results.
 
-    Returns the outputs, what the step was given as it was then, and the forward as a backward knows it, in ``region``.
+    Returns the outputs, and the inputs as they were then.
     """
     externals = externals_of(state, model, step, batch)
     if isinstance(step, StepWithUpdate):
@@ -382,6 +355,5 @@ def run_step(
     pending.compare = compare
     others: list[torch.Tensor] = []
     apply: Callable[..., torch.Tensor] = _PlannedForward.apply
-    together = OneForward(region, step.captured.kept_casts)
     first = apply(pending, together, tuple(step.parameters), others, *step.parameters.values())
-    return [first, *others], pending.inputs, together
+    return [first, *others], pending.inputs

@@ -1,11 +1,11 @@
-"""What a user hears while plans are made: each stage as it begins, signs of life, one line of result."""
+"""Messages while plans are made: each stage as it begins, signs of life, one line of result."""
 
 from __future__ import annotations
 
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ _STEADY = 3
 
 
 class ProgressMessages(Observer):
-    """What the user is told of one prepared model; knows when its plans were made."""
+    """The messages about one prepared model, and the times at which its plans were made."""
 
     def __init__(self, model: torch.nn.Module, link_bandwidth: float | None = None) -> None:
         """``link_bandwidth``: of a throttled link, in bytes/s."""
@@ -64,11 +64,12 @@ class ProgressMessages(Observer):
         )
 
     @contextmanager
-    def making(self, what: str) -> Iterator[ProgressStage]:
-        """Around the making of a plan for ``what``, such as ``a training step on 2 x 512 tokens``."""
+    def making(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Around the making of a plan for ``what``, such as ``a training step on 2 x 512 tokens``. Yields the call that
+        each stage begins with: a participle and its object."""
         last = f"; the last plan took {self.made[-1][1] - self.made[-1][0]:.1f} s" if self.made else ""
         began = time.time()
-        stage = ProgressStage(f"capturing {what}")
+        stage = _Stage(f"capturing {what}")
         say(f"{self.name}: capturing {what}, to plan its memory{last}")
         try:
             yield stage
@@ -102,8 +103,8 @@ class ProgressMessages(Observer):
         return sum(max(0.0, ended - max(began, start)) for began, ended in self.made)
 
 
-class ProgressStage:
-    """What the making of a plan is at; says so again while it takes long."""
+class _Stage:
+    """The stage of a plan's making, which is said again while it takes long."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -112,7 +113,6 @@ class ProgressStage:
         self._thread = start_thread(self._beat, name="disco-progress", stop=self._over.set)
 
     def __call__(self, text: str) -> None:
-        """The next stage begins: a participle and what it is about."""
         self._text = text
         say(text)
 

@@ -1,4 +1,4 @@
-"""A planned step's forward once more, for outputs that its plan does not have or cannot differentiate."""
+"""A planned step's forward once more, for outputs that its plan does not have or does not differentiate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,37 +21,26 @@ from disco_accel.errors import CaptureError, ExecutionError
 from disco_accel.step.budget.grant_source import GrantWithdrawn
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.fitted_batch import FittedBatch
-from disco_accel.step.placement.model_placement import Placement
-from disco_accel.step.run.late_gradient import with_gradients
-from disco_accel.step.run.model_setup import ModelSetup
+from disco_accel.step.dynamo import not_compiled
 from disco_accel.step.run.observer import Fallback
-from disco_accel.step.run.one_backward import OneForward
-from disco_accel.step.run.output_field import Planning, planned_for
-from disco_accel.step.run.output_fields import leaves, with_leaves
+from disco_accel.step.run.one_backward import GradientsOf, OneForward
 from disco_accel.step.run.output_usage import HABIT, OutputUsage
-from disco_accel.step.run.pending import PendingStep, Running, externals_of
-from disco_accel.step.run.rng_state import generator_from
-from disco_accel.step.state.input_snapshot import InputSnapshot, versions_of
+from disco_accel.step.run.pending import PendingStep, externals_of
+from disco_accel.step.run.session import Session
+from disco_accel.step.run.step_inputs import InputSnapshot, generator_from, versions_of
+from disco_accel.step.run.step_plans import compiled, planned_for
 from disco_accel.step.state.step_key import StepKey, step_key
 
 logger = logging.getLogger("disco_accel")
 
-
-class Rerunning(Running, Planning, Protocol):
-    """What a forward that runs once more needs of its model's session."""
-
-    @property
-    def setup(self) -> ModelSetup: ...
-
-    @property
-    def placement(self) -> Placement: ...
+_PLAIN = (str, bytes, int, float, complex, bool, type, torch.nn.Module, torch.dtype, torch.device)
 
 
 @dataclass
 class Rerun:
-    """What a forward was given, and what came of running it again as the model's own."""
+    """The inputs of a forward, and the output of running it again as the model's own."""
 
-    state: Rerunning
+    state: Session
     model: torch.nn.Module
     fitted: FittedBatch
     step: CompiledStep
@@ -73,12 +62,12 @@ class Rerun:
         return self.fitted.batch
 
     def __call__(self, name: str) -> Any:
-        """Field ``name`` of the model's own output, without what padding to a bucket added, whatever is set for the
-        reading thread: in eager mode too the graph of a value is that of its forward.
+        """Field ``name`` of the model's own output, without the padding of a bucket. The settings of the reading
+        thread make no difference: in eager mode too the graph of a value is that of its forward.
 
         Raises:
             AttributeError: it has none.
-            ExecutionError: what the forward read was changed since.
+            ExecutionError: an input of the forward was changed since.
         """
         with torch.inference_mode(False), torch.enable_grad():
             return self.fitted.cut(name, self._read(name))
@@ -123,16 +112,16 @@ class Rerun:
         if parameters is None or not value.is_floating_point():
             return value
         ways = functools.partial(self._gradients, name), self._gradients_of
-        return with_gradients({name: value}, parameters, self.together, *ways)[name]
+        return _with_gradients({name: value}, parameters, self.together, *ways)[name]
 
     def _differentiable_inside(self, name: str, value: Any) -> Any:
         """``value``, all tensors in which have one way back together."""
-        floats = {path: tensor for path, tensor in leaves(value, name) if tensor.is_floating_point()}
+        floats = {path: tensor for path, tensor in _leaves(value, name) if tensor.is_floating_point()}
         if not floats or self.step.parameters is None:
             return value
         ways = self._gradients_of, self._gradients_of
-        connected = with_gradients(floats, self.step.parameters, self.together, *ways)
-        return with_leaves(value, name, connected)
+        connected = _with_gradients(floats, self.step.parameters, self.together, *ways)
+        return _with_leaves(value, name, connected)
 
     def _gradients(self, name: str, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Runs the step that differentiates ``name``, from this forward's inputs."""
@@ -150,7 +139,7 @@ class Rerun:
         outputs = (*tangents, *((last,) if self.step.draws and last not in tangents else ()))
         return self._run(
             tangents,
-            lambda: self.state.compiler.compiled(self.model, self.fitted, outputs, differentiated=len(tangents)),
+            lambda: compiled(self.state, self.model, self.fitted, outputs, differentiated=len(tangents)),
         )
 
     def _run(
@@ -184,14 +173,14 @@ class Rerun:
                 self.state.budgets.follow()
 
     def _eager_gradients(self, tangents: Mapping[str, torch.Tensor], error: CaptureError) -> dict[str, torch.Tensor]:
-        """From the model's own forward and backward, where no plan can be made and eager mode may stand in."""
+        """From the model's own forward and backward, where no plan can be made and eager mode is allowed."""
         names = ", ".join(tangents)
         if self.state.setup.config.on_unsupported != "eager":
             raise ExecutionError(
                 f"{names}: a gradient is asked for, and a step that gives it cannot be planned ({error}); detach() it, "
                 "or set on_unsupported: eager"
             ) from error
-        self.state.reports.observers.on_fallback(Fallback.GRADIENTS, str(error))
+        self.state.reports.on_fallback(Fallback.GRADIENTS, str(error))
         self.state.reports.say_once(f"{names}: gradients are made in eager mode, outside the memory budget: {error}")
         assert self.step.parameters is not None
         draws, autocast = generator_from(self.step, self.generator), self._autocast_of_forward()
@@ -225,7 +214,7 @@ class Rerun:
         )
 
     def _changed(self) -> str | None:
-        """What keeps a forward made now from being the step's own forward."""
+        """Names a change that makes a forward run now another than the step's own."""
         changed = self.inputs.changed(content=True)
         if changed is not None:
             return changed
@@ -238,6 +227,88 @@ class Rerun:
 
     @contextmanager
     def _autocast_of_forward(self) -> Iterator[None]:
-        """Autocast as it was at the forward, whatever it is now."""
+        """Autocast as it was at the forward, also inside another one."""
         with outside_autocast(), autocast_region(self.autocast):
             yield
+
+
+class _Elsewhere(torch.autograd.Function):
+    """Values whose gradients other code takes to the parameters, all at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        paths: tuple[str, ...],
+        together: OneForward,
+        gradients: tuple[GradientsOf, GradientsOf],
+        names: tuple[str, ...],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.paths, ctx.together, ctx.gradients, ctx.names = paths, together, gradients, names
+        # DDP's node behind a value that no loss depends on passes no gradient on; zeros would cost a step.
+        ctx.set_materialize_grads(False)
+        together.add(ctx)
+        return tuple(tensor.detach() for tensor in tensors[: len(paths)])
+
+    @staticmethod
+    @not_compiled
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        arrived = {path: t for path, t in zip(ctx.paths, tangents, strict=True) if t is not None}
+        gradients = ctx.together.gradients(ctx, arrived, *ctx.gradients)
+        return (None, None, None, None, *(None for _ in ctx.paths), *(gradients.get(name) for name in ctx.names))
+
+
+def _with_gradients(
+    values: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    together: OneForward,
+    alone: GradientsOf,
+    jointly: GradientsOf,
+) -> dict[str, torch.Tensor]:
+    """``values``, by path, as functions of ``parameters`` whose backward is ``alone``, or ``jointly`` with that of
+    other outputs of the forward ``together``."""
+    apply: Callable[..., tuple[torch.Tensor, ...]] = _Elsewhere.apply
+    made = apply(tuple(values), together, (alone, jointly), tuple(parameters), *values.values(), *parameters.values())
+    return dict(zip(values, made, strict=True))
+
+
+def _leaves(value: Any, path: str, visited: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Dotted path → each tensor in ``value``, in the terms of ``field_at``."""
+    visited = set() if visited is None else visited
+    if isinstance(value, torch.Tensor):
+        yield path, value
+        return
+    if id(value) in visited:
+        return
+    visited.add(id(value))
+    for name, item in _items(value):
+        yield from _leaves(item, f"{path}.{name}", visited)
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(str(k), v) for k, v in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(str(i), v) for i, v in enumerate(value)]
+    if value is None or isinstance(value, _PLAIN) or not hasattr(value, "__dict__"):
+        return []
+    return list(vars(value).items())
+
+
+def _with_leaves(value: Any, path: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """``value`` with the tensors under the paths of ``_leaves`` replaced; objects and lists are changed in place."""
+    if path in tensors:
+        return tensors[path]
+    if not any(name.startswith(f"{path}.") for name in tensors):
+        return value
+    new = {name: _with_leaves(item, f"{path}.{name}", tensors) for name, item in _items(value)}
+    if isinstance(value, tuple):
+        return type(value)(*new.values()) if hasattr(value, "_fields") else tuple(new.values())
+    if isinstance(value, list):
+        value[:] = new.values()
+    elif isinstance(value, Mapping):
+        for key in list(value):
+            value[key] = new[str(key)]  # type: ignore[index]
+    else:
+        vars(value).update(new)
+    return value

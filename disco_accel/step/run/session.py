@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from disco_accel.config.machine_devices import numbers_on_machine, run_of_launcher
-from disco_accel.config.settings import DiscoConfig, shared_weights_folder
-from disco_accel.native.backend import backend_of, release_workspaces
-from disco_accel.native.out_of_memory import typed_out_of_memory
+from disco_accel.config.settings import DiscoConfig, Settings, shared_weights_folder
+from disco_accel.native.backend import backend_of, release_workspaces, run_device
 from disco_accel.observe.log_to_stderr import show_messages
 from disco_accel.step.budget.engine_memory import EngineMemory
 from disco_accel.step.budget.grant_source import GivenBudget, shared_grants
@@ -20,81 +19,118 @@ from disco_accel.step.budget.moving_budget import MovingBudget
 from disco_accel.step.budget.plan_loader import PlanLoader
 from disco_accel.step.capture_lock import Gate
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.conductor import machine_of, plan_store
-from disco_accel.step.compile.fitted_batch import FittedBatch
-from disco_accel.step.compile.pipeline import PlannerSettings
 from disco_accel.step.gradients.accumulation import Accumulation
 from disco_accel.step.gradients.clipping_norms import norms_for_clipping
 from disco_accel.step.gradients.gradient_norms import GradientNorms
 from disco_accel.step.gradients.model_gradients import ModelGradients
-from disco_accel.step.optimizer_home import update_asked
+from disco_accel.step.optimizer_home import (
+    OptimizerHome,
+    TrainedBytes,
+    check_update,
+    keeps_masters,
+    optimizer_home,
+    update_asked,
+)
 from disco_accel.step.placement.gradient_memory import GradientMemory
 from disco_accel.step.placement.model_placement import Placement
 from disco_accel.step.placement.shared_frozen import FrozenSharing
-from disco_accel.step.run.arguments import Arguments, signature_of
-from disco_accel.step.run.cast_regions import CastRegions
+from disco_accel.step.run.arguments import BindArguments, binder_of
 from disco_accel.step.run.frontend import Frontend
-from disco_accel.step.run.last_fallback import LastFallback
-from disco_accel.step.run.model_calls import ModelCalls
-from disco_accel.step.run.model_setup import ModelSetup
+from disco_accel.step.run.one_backward import CastRegions
 from disco_accel.step.run.output_usage import UsageByStep
-from disco_accel.step.run.reports import Reports
-from disco_accel.step.run.shared_batches import SharedBatches
-from disco_accel.step.run.step_compiler import StepCompiler
-from disco_accel.step.run.step_stats import plan_figures
+from disco_accel.step.run.reports import Reports, plan_figures
 from disco_accel.step.run.verify_steps import StepVerifier
+from disco_accel.step.state.side_effects import Effects
+from disco_accel.step.state.step_key import StepKey
 from disco_accel.step.update.planned_updates import PlannedUpdates
+from disco_accel.store.shared_budgets import HostClaims
 
 STATE = "_disco_state"
 """The attribute of a prepared model that holds its session."""
 
 
+@dataclass(frozen=True)
+class ModelSetup:
+    """The config of a model with its meaning on this machine, and where the trained weights, of ``sizes``, are updated.
+    ``host_claims`` tells a store of memory held on the host, if there is one to tell."""
+
+    config: DiscoConfig
+    settings: Settings
+    frontend: Frontend
+    device: torch.device
+    optimizer: OptimizerHome
+    sizes: TrainedBytes
+    host_claims: HostClaims | None
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, config: DiscoConfig, frontend: Frontend, *, trains: bool) -> ModelSetup:
+        """Of ``model``. Raises ConfigError where a key does not fit the machine."""
+        settings = config.resolve()
+        first = "".join(f":{index}" for index in settings.gpus[:1])
+        device = run_device(settings.device + first)
+        claims = HostClaims() if config.host_memory == "shared" else None
+        if claims is not None:
+            settings = replace(settings, host_memory=min(settings.host_memory, claims.most))
+        optimizer = optimizer_home(model, config, settings, device) if trains else OptimizerHome.DEVICE
+        if trains:
+            check_update(config, optimizer, settings.devices)
+        sizes = TrainedBytes.of(model, keeps_masters(config) and trains)
+        return cls(config, settings, frontend, device, optimizer, sizes, claims)
+
+    @property
+    def host_memory(self) -> int:
+        """Bytes that training may take on the host beside fp32 masters and their moments."""
+        return self.settings.host_memory - self.sizes.beside
+
+    @property
+    def trained_on_host(self) -> bool:
+        """Whether the optimizer updates the weights there."""
+        return self.optimizer is OptimizerHome.HOST
+
+
+@dataclass
+class ModelCalls:
+    """The memory of a model's calls. ``forward``: the model's own. ``gate``: between forwards that run without a plan
+    and captures."""
+
+    forward: Callable[..., Any]
+    bind: BindArguments
+    gate: Gate
+    usage: UsageByStep
+    casts: CastRegions
+    verifier: StepVerifier
+    effects: Effects = field(default_factory=Effects)
+    """The side effects of the model's forwards."""
+    refused: dict[tuple[Hashable, ...], str] = field(default_factory=dict)
+    """Keys for which no plan can be made, with the reasons."""
+    parallel: dict[StepKey, str] = field(default_factory=dict)
+    """The fastest way on several devices of each step, where ``parallel: auto`` has looked for it."""
+    last_fallback: tuple[StepKey, str] | None = None
+    """The last step that fell back to eager mode, and the reason: it is known again before anything is tried."""
+
+
 class Session:
-    """All that ``prepare`` keeps for one model. Its parts know each other where they need to, and none of them this."""
+    """All that ``prepare`` keeps for one model. No part of it knows the whole; functions that run a step do."""
 
     def __init__(self, model: torch.nn.Module, config: DiscoConfig, frontend: Frontend, *, trains: bool = True) -> None:
         show_messages(config.quiet)
         self.setup = setup = ModelSetup.of(model, config, frontend, trains=trains)
-        self.reports = Reports(model, frontend, config.report_dir, setup.settings.link_bandwidth)
-        say_once = self.reports.say_once
+        self.reports = Reports(model, frontend.observer, config.report_dir, setup.settings.link_bandwidth)
+        say_once, made = self.reports.say_once, self.reports.on_plan
         self.memory = EngineMemory(setup.device, setup.settings.gpus, setup.host_claims)
         sharing = FrozenSharing(shared_weights_folder(), say_once) if config.share_weights else None
         self.placement = Placement(model, setup.device, trained_on_host=setup.trained_on_host, sharing=sharing)
-        verifier = StepVerifier(config.verify_steps)
-        told = say_once, self.reports.observers.on_plan
-        self.updates = PlannedUpdates(self.memory.plans, *told, setup.host_memory, config.update_on)
+        self.updates = updates = PlannedUpdates(self.memory.plans, say_once, made, setup.host_memory, config.update_on)
+        gate, name = Gate(), self.reports.messages.name
+        verifier = StepVerifier(config.verify_steps, model.forward, gate, self.memory, self.placement, name)
         self.gradients = _gradients(setup, self.memory, self.reports, verifier, trains=trains)
         self.budgets = _budgets(setup, self.memory)
-        self.loader = PlanLoader(self.memory, self.placement, self.gradients.memory, self.budgets, self.updates)
-        gates = functools.partial(_gates, self.placement)
-        self.compiler = compiler = StepCompiler(
-            setup,
-            model.forward,
-            self.placement,
-            self.loader,
-            self.memory,
-            self.budgets,
-            self.updates,
-            self.reports,
-            gates,
-        )
-
-        def fastest(model: torch.nn.Module, fitted: FittedBatch, below: float) -> CompiledStep:
-            return compiler.compiled(model, fitted, ("loss",), below=below)
-
-        updates = self.updates
-        self.calls = ModelCalls(
-            model.forward,
-            Arguments(signature_of(model)),
-            Gate(),
-            UsageByStep(frontend.usual_outputs),
-            LastFallback(),
-            CastRegions(model, lambda: updates.waiting, say_once if config.on_unsupported == "eager" else None),
-            SharedBatches(config, setup.settings.devices, frontend, fastest, say_once),
-            verifier,
-        )
+        self.loader = PlanLoader(self.memory, self.placement, self.gradients.memory, self.budgets, updates)
+        casts = CastRegions(model, lambda: updates.waiting, say_once if config.on_unsupported == "eager" else None)
+        usage = UsageByStep(frontend.usual_outputs)
+        self.calls = ModelCalls(model.forward, binder_of(model), gate, usage, casts, verifier)
         self.frozen_for_prefill: list[torch.nn.Parameter] | None = None
-        """What ``prepare_frozen`` froze; None in training."""
+        """The parameters that ``prepare_frozen`` froze; None in training."""
         self.on_restore: list[Callable[[], None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -103,27 +139,6 @@ class Session:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_nothing, ())
-
-    def with_more(self, model: torch.nn.Module, step: CompiledStep) -> CompiledStep:
-        """``step``, or where an update of the weights is put off, the step that begins with it; where gradients are
-        there, the step that adds to them."""
-        config, norms = self.setup.config, self.gradients.norms
-        with typed_out_of_memory("preparing the update"):
-            settings = PlannerSettings(config.planner, config.policy, machine_of(step.engine), config.deadline)
-            what = "the same step with the update of its weights at its head"
-            store = plan_store(config.plan_cache, step.engine)
-            making, wanted = functools.partial(self.reports.messages.making, what), norms.wanted
-            updated = self.updates.step_for(model, step, settings, store, making, wanted)
-            if updated is not step:
-                self.budgets.plan_sets.note_kind(updated)
-                return updated
-            what = "the same step, which adds to the gradients in .grad"
-            making = functools.partial(self.reports.messages.making, what)
-            likely = wanted or (norms.possible and not self.updates.seen)
-            more = self.gradients.accumulation.step_for(step, settings, store, making, likely)
-            if more is not step:
-                self.budgets.plan_sets.note_kind(more)
-            return more
 
     def report(self, step: CompiledStep) -> None:
         """Write plan, trace, numbers and picture of the step that just ran into ``report_dir``."""
@@ -165,7 +180,7 @@ def _gradients(
     norms = GradientNorms(gradients.holds, memory.lock, watched=watched)
     if watched and trains and setup.trained_on_host:
         norms_for_clipping(norms)
-    told = reports.say_once, reports.observers.on_plan
+    told = reports.say_once, reports.on_plan
     accumulation = Accumulation(gradients, memory.plans, *told, lambda: verifier.active, setup.host_memory)
     return ModelGradients(gradients, norms, accumulation)
 
@@ -182,12 +197,6 @@ def _machine_devices(setup: ModelSetup) -> Sequence[int]:
     if not backend_of(setup.device).separate_memory:
         return range(setup.settings.devices)
     return numbers_on_machine(setup.settings.gpus or (setup.device.index,))
-
-
-def _gates(placement: Placement) -> list[Gate]:
-    model = placement.model
-    states = [m.__dict__[STATE] for m in model.modules() if STATE in m.__dict__] if model is not None else []
-    return [state.calls.gate for state in states]
 
 
 def _nothing() -> None:

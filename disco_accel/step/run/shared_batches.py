@@ -1,28 +1,26 @@
-"""What each of several devices gets of a batch, and parts that a batch runs in."""
+"""``parallel`` and ``micro_batches``: a batch shared out to several devices, or run in parts.
+
+``parallel: auto`` plans each step in all ways, and takes the one that is fastest in simulated time.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
 from disco_accel.plan import Machine
 from disco_accel.simulate.simulator import simulate
-from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.conductor import NotFaster, machine_of
 from disco_accel.step.compile.fitted_batch import FittedBatch
-from disco_accel.step.run.frontend import Frontend
-from disco_accel.step.state.step_key import StepKey, step_key
+from disco_accel.step.run.session import Session
+from disco_accel.step.run.step_plans import compiled
+from disco_accel.step.state.step_key import step_key
 
 logger = logging.getLogger("disco_accel")
-
-Compiled = Callable[[torch.nn.Module, FittedBatch, float], CompiledStep]
-"""The plan of a step that returns its loss; NotFaster where that takes no less than so many seconds, simulated."""
 
 _ROUNDING = {
     "layers": "",
@@ -31,87 +29,75 @@ _ROUNDING = {
 }
 
 
-class SharedBatches:
-    """``parallel`` and ``micro_batches`` of one session. ``auto`` plans each step in all ways, and takes the one that
-    is fastest in simulated time."""
-
-    def __init__(
-        self,
-        config: DiscoConfig,
-        devices: int,
-        frontend: Frontend,
-        compiled: Compiled,
-        say_once: Callable[[str], None],
-    ) -> None:
-        """``devices`` share a step."""
-        self._config, self._devices, self._frontend = config, devices, frontend
-        self._compiled, self._say_once = compiled, say_once
-        self._chosen: dict[StepKey, str] = {}
-
-    def fit(self, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
-        """``fitted`` in micro-batches, or with a part of it for each device. Where that cannot be, it stays whole,
-        which is told once."""
-        parallel = self._config.parallel
-        if self._devices == 1:
-            return self._layers(model, fitted)
+def shared_out(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
+    """``fitted`` in micro-batches, or with a part of it for each device. Where that cannot be, it stays whole,
+    which is told once."""
+    parallel = state.setup.config.parallel
+    with state.memory.lock:
+        if state.setup.settings.devices == 1:
+            return _layers(state, model, fitted)
         if parallel == "auto":
-            parallel = self._fastest(model, fitted)
+            parallel = _fastest(state, model, fitted)
         if parallel == "tensor":
-            return self._by_weights(model, fitted)
-        return self._by_rows(model, fitted, told=True) if parallel == "batch" else self._layers(model, fitted)
+            return _by_weights(state, model, fitted)
+        return _by_rows(state, model, fitted, told=True) if parallel == "batch" else _layers(state, model, fitted)
 
-    def _by_weights(self, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
-        return replace(self._layers(model, fitted), parallel="tensor")
 
-    def _layers(self, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
-        count = self._config.micro_batches
-        parts = self._frontend.in_parts(model, fitted, count) if count > 1 else fitted
-        if isinstance(parts, str):
-            self._say_once(f"micro_batches: {count}: this batch stays whole, as {parts}")
-            return fitted
-        return parts
+def _by_weights(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
+    return replace(_layers(state, model, fitted), parallel="tensor")
 
-    def _by_rows(self, model: torch.nn.Module, fitted: FittedBatch, *, told: bool) -> FittedBatch:
-        parts = self._frontend.in_parts(model, fitted, self._devices)
-        if isinstance(parts, FittedBatch):
-            return replace(parts, parallel="batch")
-        if told:
-            self._say_once(f"parallel: batch: this batch is not shared out, its layers are, as {parts}")
-        return self._layers(model, fitted)
 
-    def _fastest(self, model: torch.nn.Module, fitted: FittedBatch) -> str:
-        """``layers``, ``batch`` or ``tensor``, for the step on ``fitted`` in the state that ``model`` is in."""
-        key = step_key(model, fitted.batch)
-        known = self._chosen.get(key)
-        if known is not None:
-            return known
-        seconds: dict[str, float] = {}
-        refusal: Exception | None = None
-        ways = [self._layers(model, fitted), self._by_rows(model, fitted, told=False)]
-        with suppress(CaptureError):
-            self._frontend.tensor_plan(model, self._devices)
-            # Last, because with its plan come copies of parts of weights, which are made only if it is the fastest.
-            ways.append(self._by_weights(model, fitted))
-        for way in ways:
-            if way.parallel in seconds:
-                continue
-            below = min(seconds.values(), default=float("inf")) if way.parallel == "tensor" else float("inf")
-            try:
-                step = self._compiled(model, way, below)
-            except NotFaster as slower:
-                seconds[way.parallel] = slower.seconds
-            except (BudgetTooSmall, CaptureError) as error:
-                refusal = refusal or error
-            except ConfigError as error:
-                if way.parallel != "tensor":
-                    raise
-                refusal = refusal or error
-            else:
-                seconds[way.parallel] = simulate(step.plan, machine_of(step.engine) or Machine()).makespan
-        if not seconds:
-            assert refusal is not None, "there is a way more than there are plans"
-            raise refusal
-        chosen = self._chosen[key] = min(seconds, key=seconds.__getitem__)
-        took = ", ".join(f"{way} {each:.3g} s a step" for way, each in seconds.items())
-        logger.info("parallel: auto: %s (in simulated time: %s)%s", chosen, took, _ROUNDING[chosen])
-        return chosen
+def _layers(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
+    count = state.setup.config.micro_batches
+    parts = state.setup.frontend.in_parts(model, fitted, count) if count > 1 else fitted
+    if isinstance(parts, str):
+        state.reports.say_once(f"micro_batches: {count}: this batch stays whole, as {parts}")
+        return fitted
+    return parts
+
+
+def _by_rows(state: Session, model: torch.nn.Module, fitted: FittedBatch, *, told: bool) -> FittedBatch:
+    parts = state.setup.frontend.in_parts(model, fitted, state.setup.settings.devices)
+    if isinstance(parts, FittedBatch):
+        return replace(parts, parallel="batch")
+    if told:
+        state.reports.say_once(f"parallel: batch: this batch is not shared out, its layers are, as {parts}")
+    return _layers(state, model, fitted)
+
+
+def _fastest(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> str:
+    """``layers``, ``batch`` or ``tensor``, for the step on ``fitted`` in the state that ``model`` is in."""
+    key = step_key(model, fitted.batch)
+    known = state.calls.parallel.get(key)
+    if known is not None:
+        return known
+    seconds: dict[str, float] = {}
+    refusal: Exception | None = None
+    ways = [_layers(state, model, fitted), _by_rows(state, model, fitted, told=False)]
+    with suppress(CaptureError):
+        state.setup.frontend.tensor_plan(model, state.setup.settings.devices)
+        # Last, because with its plan come copies of parts of weights, which are made only if it is the fastest.
+        ways.append(_by_weights(state, model, fitted))
+    for way in ways:
+        if way.parallel in seconds:
+            continue
+        below = min(seconds.values(), default=float("inf")) if way.parallel == "tensor" else float("inf")
+        try:
+            step = compiled(state, model, way, ("loss",), below=below)
+        except NotFaster as slower:
+            seconds[way.parallel] = slower.seconds
+        except (BudgetTooSmall, CaptureError) as error:
+            refusal = refusal or error
+        except ConfigError as error:
+            if way.parallel != "tensor":
+                raise
+            refusal = refusal or error
+        else:
+            seconds[way.parallel] = simulate(step.plan, machine_of(step.engine) or Machine()).makespan
+    if not seconds:
+        assert refusal is not None, "there is a way more than there are plans"
+        raise refusal
+    chosen = state.calls.parallel[key] = min(seconds, key=seconds.__getitem__)
+    took = ", ".join(f"{way} {each:.3g} s a step" for way, each in seconds.items())
+    logger.info("parallel: auto: %s (in simulated time: %s)%s", chosen, took, _ROUNDING[chosen])
+    return chosen

@@ -1,4 +1,4 @@
-"""Containers of Python state: what they hold, how two looks at one differ, and how messages call an entry."""
+"""Containers of Python state: their content, how two looks at one differ, and the names of entries in messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from disco_accel.quantised.libraries import REWRITTEN
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 ATOMS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum, range, slice)
-"""Immutable values, which are compared by what they say."""
+"""Immutable values, which are compared by their text."""
 
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = {
@@ -56,7 +56,7 @@ CLASS_NOTES = frozenset(
         "__doc__",
     ]
 )
-"""What Python notes on a class when it likes, and no forward reads."""
+"""Entries that Python adds to a class at any time, and that no forward reads."""
 OWN_MARK = "_disco_own"
 """On functions that this package puts on a model for a while."""
 OWN_PREFIX = "_disco"
@@ -74,17 +74,8 @@ class Container:
     part: str
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A container that differs from its snapshot, and the new values by key: name, index, or what a message says."""
-
-    container: Container
-    values: dict[Any, Any]
-
-    @property
-    def place(self) -> str:
-        """Names the first entry that differs."""
-        return entry_name(self.container, next(iter(self.values)))
+Change = tuple[Container, dict[Any, Any]]
+"""A container that differs from its snapshot, and the new values by key: a name, an index, or words for a message."""
 
 
 def below(container: Container, key: Any) -> str:
@@ -109,7 +100,7 @@ def entry_name(container: Container, key: Any) -> str:
 
 
 def own_attribute(owner: Any, name: str) -> Any:
-    """What ``owner`` itself holds under ``name``, or ``ABSENT``: a ``__getattr__`` of its class is not asked, which may
+    """The value of ``owner`` itself under ``name``, or ``ABSENT``. A ``__getattr__`` of its class is not asked: it may
     do anything."""
     try:
         return object.__getattribute__(owner, name)
@@ -124,7 +115,7 @@ def own_attributes(owner: Any) -> dict[str, Any] | None:
 
 
 def content_of(container: Container) -> list[Any]:
-    """What a container holds now, as ``WatchedContainers`` wants it."""
+    """The content of a container now, in the form that ``WatchedContainers`` takes."""
     kind, owner = container.kind, container.owner
     if kind is Kind.ATTRIBUTES:
         return list(itertools.chain.from_iterable(dict.items(own_attributes(owner) or {})))
@@ -159,47 +150,45 @@ def differences(container: Container, content: list[Any]) -> dict[Any, Any]:
     return changed if changed or list(before) == list(now) else {"its order": None}
 
 
-class Relevance:
-    """Which attributes of modules count: those under ``names``, or all for None."""
+def ignored(container: Container, key: Any, names: frozenset[str] | None) -> bool:
+    """Whether the entry ``key`` of ``container`` makes no difference to a forward. ``names``: of the attributes of
+    modules that count; None = all."""
+    if container.kind is Kind.DICT:
+        return isinstance(key, str) and key in CLASS_NOTES
+    if container.kind is not Kind.ATTRIBUTES:
+        return False
+    if not isinstance(container.owner, torch.nn.Module):
+        return key in REWRITTEN.get(type(container.owner).__name__, ())
+    if not isinstance(key, str) or key in NOT_READ or key.startswith(OWN_PREFIX):
+        return True
+    if key == "forward" and hasattr(container.owner.__dict__.get(key), OWN_MARK):
+        return True
+    return names is not None and key not in names and key not in TABLES and key not in HOOKS
 
-    def __init__(self, names: frozenset[str] | None) -> None:
-        self.names = names
 
-    def ignores(self, container: Container, key: Any) -> bool:
-        """Whether the entry ``key`` of ``container`` makes no difference to a forward."""
-        if container.kind is Kind.DICT:
-            return isinstance(key, str) and key in CLASS_NOTES
-        if container.kind is not Kind.ATTRIBUTES:
-            return False
-        if not isinstance(container.owner, torch.nn.Module):
-            return key in REWRITTEN.get(type(container.owner).__name__, ())
-        if not isinstance(key, str) or key in NOT_READ or key.startswith(OWN_PREFIX):
-            return True
-        if key == "forward" and hasattr(container.owner.__dict__.get(key), OWN_MARK):
-            return True
-        return self.names is not None and key not in self.names and key not in TABLES and key not in HOOKS
+def masked(container: Container, content: list[Any], names: frozenset[str] | None) -> list[Any]:
+    """``content`` with ``ANYTHING`` for the values that make no difference. ``names``: see ``ignored``."""
+    if container.kind not in (Kind.ATTRIBUTES, Kind.DICT):
+        return content
+    pairs = zip(content[::2], content[1::2], strict=True)
+    return [x for k, v in pairs for x in (k, ANYTHING if ignored(container, k, names) else v)]
 
-    def masked(self, container: Container, content: list[Any]) -> list[Any]:
-        """``content`` with ``ANYTHING`` for the values that make no difference."""
-        if container.kind not in (Kind.ATTRIBUTES, Kind.DICT):
-            return content
-        pairs = zip(content[::2], content[1::2], strict=True)
-        return [x for k, v in pairs for x in (k, ANYTHING if self.ignores(container, k) else v)]
 
-    def harmful_key(self, container: Container, content: list[Any]) -> Any:
-        """The first key of an entry that counts and has changed by value; None if there is none."""
-        if container.kind is Kind.EQUAL:
-            return ""
-        before, now = as_dict(container.kind, container.snapshot), as_dict(container.kind, content)
-        for key in differences(container, content):
-            old, new = before.get(key, ABSENT), now.get(key, ABSENT)
-            equal = type(old) is type(new) and isinstance(new, (*PLAIN, *ATOMS)) and plain_text(old) == plain_text(new)
-            if not equal and not self.ignores(container, key):
-                return key
-        # What made no difference before may be gone by now.
-        masked = {k for k, v in before.items() if v is ANYTHING}
-        counting = ([k for k in e if k not in masked and not self.ignores(container, k)] for e in (before, now))
-        return None if next(counting) == next(counting) else "its order"
+def harmful_key(container: Container, content: list[Any], names: frozenset[str] | None) -> Any:
+    """The first key of an entry that counts and has changed by value; None if there is none. ``names``: see
+    ``ignored``."""
+    if container.kind is Kind.EQUAL:
+        return ""
+    before, now = as_dict(container.kind, container.snapshot), as_dict(container.kind, content)
+    for key in differences(container, content):
+        old, new = before.get(key, ABSENT), now.get(key, ABSENT)
+        equal = type(old) is type(new) and isinstance(new, (*PLAIN, *ATOMS)) and plain_text(old) == plain_text(new)
+        if not equal and not ignored(container, key, names):
+            return key
+    # What made no difference before may be gone by now.
+    dropped = {k for k, v in before.items() if v is ANYTHING}
+    counting = ([k for k in e if k not in dropped and not ignored(container, k, names)] for e in (before, now))
+    return None if next(counting) == next(counting) else "its order"
 
 
 def plain_text(value: Any) -> str:

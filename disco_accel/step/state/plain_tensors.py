@@ -55,8 +55,8 @@ def replaced_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def follows_autograd(tensor: torch.Tensor) -> bool:
-    """Whether it counts its versions. A tensor made under ``torch.inference_mode`` never does, whatever its ``data``
-    becomes later, and nothing that a backward needs may be saved of it."""
+    """Whether it counts its versions. A tensor made under ``torch.inference_mode`` never does, even after its ``data``
+    is replaced, and it may not be saved for a backward."""
     try:
         return tensor._version >= 0
     except RuntimeError:
@@ -67,7 +67,7 @@ def make_ordinary(tensor: torch.Tensor, name: str) -> None:
     """Have ``tensor``, made under ``torch.inference_mode``, follow autograd: the same object over the same bytes.
 
     Raises:
-        ConfigError: it is in use by native code, as what ``name`` calls it.
+        ConfigError: it is in use by native code; ``name`` is for the message.
     """
     with torch.inference_mode(False), torch.no_grad():
         if is_traceable_wrapper_subclass(tensor):

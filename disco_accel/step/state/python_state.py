@@ -2,8 +2,8 @@
 
 A walk from the modules finds every container that such state lives in. Each is compared with an earlier look natively,
 by identity; a digest by value says whether two states are equal, so that an earlier state is met again. Attributes of
-modules count if code that was run names them; before any code was run all of them count. ``docs/changes.md`` lists what
-this sees and what it cannot.
+modules count if code that was run names them; before any code was run all of them count. ``docs/changes.md`` lists the
+changes that this sees and those that it cannot.
 """
 
 from __future__ import annotations
@@ -19,8 +19,16 @@ import torch
 from disco_accel.capture.parts import packed_beside_state
 from disco_accel.native.change_watch import ExecutedCode, WatchedContainers, WatchedLayouts
 from disco_accel.step.capture_lock import between_captures
-from disco_accel.step.state.code_names import attribute_names
-from disco_accel.step.state.containers import Change, Relevance, content_of, differences, entry_name, own_attribute
+from disco_accel.step.state.containers import (
+    Change,
+    content_of,
+    differences,
+    entry_name,
+    harmful_key,
+    masked,
+    own_attribute,
+)
+from disco_accel.step.state.forward_code import attribute_names
 from disco_accel.step.state.walk import Walk
 
 
@@ -36,8 +44,8 @@ class PythonState:
     def __init__(
         self, model: torch.nn.Module, names: frozenset[str] | None = None, executed: Iterable[Any] = ()
     ) -> None:
-        self._relevance, self._executed = Relevance(names), list(executed)
-        walk = Walk(model, self._relevance, self._executed)
+        self._names, self._executed = names, list(executed)
+        walk = Walk(model, names, self._executed)
         self.containers, self.generators = walk.containers, walk.generators
         self._arrays, self._slots = walk.arrays, walk.slots
         self._array_digests = [_array_digest(a) for a in self._arrays]
@@ -64,27 +72,27 @@ class PythonState:
         """Whether the state is by value as it was, as far as a look without a walk can tell.
 
         Values that were replaced by equal ones, and attributes that do not count, are taken over. False otherwise:
-        ``last_difference`` then names what differs first.
+        ``last_difference`` then names the first difference.
         """
         start = 0
         while (index := self._watched.first_change(start)) >= 0:
             container = self.containers[index]
             content = content_of(container)
-            key = self._relevance.harmful_key(container, content)
+            key = harmful_key(container, content, self._names)
             if key is not None:
                 self.last_difference = entry_name(container, key)
                 return False
-            container.snapshot = self._relevance.masked(container, content)
+            container.snapshot = masked(container, content, self._names)
             self._watched.replace(index, container.kind, container.owner, container.snapshot)
             start = index
         return self._same_values()
 
     def returned(self, model: torch.nn.Module) -> bool:
-        """Whether ``model`` is in this state by value, whatever states it has been in meanwhile."""
+        """Whether ``model`` is in this state by value, also if it has been in other states meanwhile."""
         if self.same():
             return True
         with between_captures():
-            return self.same() or PythonState(model, self._relevance.names, self._executed).digest == self.digest
+            return self.same() or PythonState(model, self._names, self._executed).digest == self.digest
 
     def _same_values(self) -> bool:
         self.last_difference = "the layout of a parameter or buffer"
@@ -107,7 +115,7 @@ class PythonState:
             container = self.containers[index]
             values = differences(container, content_of(container))
             if values:
-                yield Change(container, values)
+                yield container, values
 
 
 def _has_layout(tensor: torch.Tensor) -> bool:

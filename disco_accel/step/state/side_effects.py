@@ -20,9 +20,8 @@ import torch
 
 from disco_accel.errors import CaptureError
 from disco_accel.native.change_watch import ABSENT, ANYTHING, ExecutedCode, Kind, executed_code
-from disco_accel.step.state.code_names import global_names, is_foundation, is_library
-from disco_accel.step.state.containers import TABLES, Change, Container
-from disco_accel.step.state.pure import is_pure
+from disco_accel.step.state.containers import TABLES, Change, Container, entry_name
+from disco_accel.step.state.forward_code import global_names, is_foundation, is_library, is_pure
 from disco_accel.step.state.step_key import model_state
 
 logger = logging.getLogger("disco_accel")
@@ -57,13 +56,13 @@ MAX_NEW_STATES = 8
 more would look like a hang; a schedule that sets an attribute anew every few steps has fewer."""
 
 _FRESH = frozenset(("default_rng", "RandomState", "Random", "SystemRandom", "urandom", "token_bytes", "uuid4"))
-"""Names of what draws numbers that no state tells of."""
+"""Names of generators and functions whose numbers follow from no state."""
 _HEARD = frozenset(("print", "input", "open", "time", "perf_counter", "monotonic", "time_ns", "perf_counter_ns"))
-"""Names of what a forward might do besides computing: it does so when it is captured, which the user is told."""
+"""Names of acts besides computing: a forward does them when it is captured, of which the user is told."""
 
 
 class Effects:
-    """What the captures of one model did besides making a graph."""
+    """The side effects of the captures of one model."""
 
     def __init__(self) -> None:
         self._changes: list[Change] = []
@@ -79,8 +78,8 @@ class Effects:
         """A plan is wanted for ``state``, a number of ``ModelState``, and there is none.
 
         Raises:
-            CaptureError: it has been another state, never met before, at each of the last steps; ``difference`` is what
-                changed last.
+            CaptureError: it has been another state, never met before, at each of the last steps; ``difference`` names
+                the last change.
         """
         self._new_states = self._new_states + 1 if state != self._state else 0
         self._state = state
@@ -111,8 +110,8 @@ class Effects:
             raise
 
     def _undo(self) -> None:
-        for change in self._changes:
-            _put_back(change.container)
+        for container, _ in self._changes:
+            _put_back(container)
         self._changes = []
 
     @contextmanager
@@ -120,8 +119,8 @@ class Effects:
         """Around one trace of ``model``. Of several traces for one step the last one's changes hold.
 
         Raises:
-            CaptureError: the traced code drew random numbers of Python's or numpy's, or keeps tensors, or changes what
-                it changed at the capture before, too. The state is then as it was.
+            CaptureError: the traced code drew random numbers of Python's or numpy's, or keeps tensors, or repeats a
+                change of the capture before. The state is then as it was.
         """
         self._undo()
         state = model_state(model)
@@ -152,10 +151,11 @@ class Effects:
         state.ran(model, executed, changed=self.lasting)
 
     def _refuse_changes(self) -> None:
-        for change in self._changes:
-            if any(map(_holds_tensor, change.values.values())):
+        for container, values in self._changes:
+            if any(map(_holds_tensor, values.values())):
+                place = _place((container, values))
                 raise CaptureError(
-                    f"{change.place}: the forward keeps a tensor there, which a plan would not do at each step; "
+                    f"{place}: the forward keeps a tensor there, which a plan would not do at each step; "
                     "remove the hook or code that records it, or return the tensor as a field of the output"
                 )
         again = sorted(self._earlier & {_label(change) for change in self._changes})
@@ -257,15 +257,21 @@ def _refuse_random(drawn: str, executed: ExecutedCode) -> None:
     )
 
 
+def _place(change: Change) -> str:
+    """Names the first entry that differs."""
+    container, values = change
+    return entry_name(container, next(iter(values)))
+
+
 def _label(change: Change) -> str:
-    """Names what changed, the same for every item that is added to a list."""
-    return change.place if change.container.kind in (Kind.ATTRIBUTES, Kind.NAMES) else change.container.where
+    """Names a change, with one name for all items that are added to a list."""
+    return _place(change) if change[0].kind in (Kind.ATTRIBUTES, Kind.NAMES) else change[0].where
 
 
 def _without_swaps(change: Change) -> Change | None:
-    """The change less what a trace itself does to modules: fake tensors stand for their weights, also in lists of them
+    """The change less a trace's own changes of modules: fake tensors stand for their weights, also in lists of them
     that recurrent layers keep. That is put back here, where the tables of the modules are not put back by the trace."""
-    container = change.container
+    container, values = change
     if container.kind is Kind.DICT and container.where.rpartition(".")[2] in TABLES:
         return None
     if container.kind is not Kind.ATTRIBUTES or not isinstance(container.owner, torch.nn.Module):
@@ -273,11 +279,11 @@ def _without_swaps(change: Change) -> Change | None:
     names = {n for table in TABLES for n in getattr(container.owner, table)}
     if isinstance(container.owner, torch.nn.RNNBase):
         names |= {"_flat_weights", "_flat_weight_refs"}
-    values = {k: v for k, v in change.values.items() if k not in names}
+    values = {k: v for k, v in values.items() if k not in names}
     if not values:
         _put_back(container)
         return None
-    return Change(container, values)
+    return container, values
 
 
 def _holds_tensor(value: Any, depth: int = 4) -> bool:

@@ -1,47 +1,43 @@
-"""What a captured step depends on: a key that changes whenever its graph could."""
+"""The key of a step, which changes whenever its graph could."""
 
 from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
 
+from disco_accel.capture.attention import cudnn_attention_wanted
+from disco_accel.capture.autocast import autocast_state
 from disco_accel.capture.fake_inputs import PER_STEP_NUMBERS, batch_tensors
 from disco_accel.capture.parts import settle_states
 from disco_accel.errors import CaptureError
+from disco_accel.native.backend import backend_of_kind
 from disco_accel.native.change_watch import ExecutedCode, no_zero
+from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.step.capture_lock import between_captures
-from disco_accel.step.state.code_names import is_foundation
 from disco_accel.step.state.containers import OWN_PREFIX
-from disco_accel.step.state.pure import is_pure
+from disco_accel.step.state.forward_code import is_foundation, is_pure
 from disco_accel.step.state.python_state import PythonState, names_read
-from disco_accel.step.state.torch_settings import ambient_state
 
 
-@dataclass(frozen=True, slots=True)
-class BatchFacts:
-    """What models read from a batch's contents to choose their ops.
-
-    ``full_mask``: the 2-d attention mask hides nothing (also when there is none). ``packed``: ``position_ids``
-    restart or jump inside a row.
-    """
-
-    full_mask: bool
-    packed: bool
+def has_full_mask(batch: Mapping[str, Any]) -> bool:
+    """Whether the 2-d attention mask hides nothing, also when there is none. Models choose their ops by it."""
+    mask = batch.get("attention_mask")
+    return not isinstance(mask, torch.Tensor) or (mask.dim() == 2 and no_zero(mask))
 
 
-def batch_facts(kwargs: Mapping[str, Any]) -> BatchFacts:
-    """Look at the concrete batch as mask code does."""
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    full = not isinstance(mask, torch.Tensor) or (mask.dim() == 2 and no_zero(mask))
-    packed = False
-    if isinstance(positions, torch.Tensor) and positions.dim() == 2 and positions.shape[-1] > 1:
-        packed = bool((positions.diff(dim=-1) != 1).any())
-    return BatchFacts(full, packed)
+def is_packed(batch: Mapping[str, Any]) -> bool:
+    """Whether ``position_ids`` restart or jump inside a row. Models choose their ops by it."""
+    positions = batch.get("position_ids")
+    if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.shape[-1] <= 1:
+        return False
+    return bool((positions.diff(dim=-1) != 1).any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,7 @@ class StepKey:
     """Two steps with equal keys have the same graph."""
 
     arguments: tuple[Hashable, ...]
-    """What the forward is called with, and what is set for the process or the calling thread."""
+    """The arguments of the forward, and the settings of the process or the calling thread."""
     state: int
     """Number of the state that the model's Python objects and the layouts of its tensors are in; equal states of one
     model have equal numbers."""
@@ -69,7 +65,7 @@ class ModelState:
         self.runs_in_backward = False
         """Whether Python code runs in a backward, of an autograd.Function or of a checkpointed forward."""
         self.difference = ""
-        """What made the last state another one than that before, for messages."""
+        """Names the change that made the last state another one than that before."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         # A copy of the model has objects of its own.
@@ -98,13 +94,13 @@ class ModelState:
         return self._last if self.runs_in_backward else None
 
     def snapshot(self, model: torch.nn.Module) -> PythonState:
-        """The whole state now, also what no forward was seen to read."""
+        """The whole state now, also those parts that no forward was seen to read."""
         if self._last is not None and self._names is None and self._last.same():
             return self._last
         return PythonState(model, None, self._code.items())
 
     def ran(self, model: torch.nn.Module, executed: ExecutedCode, *, changed: bool) -> None:
-        """Take note of code that a forward or backward of the model has run: what it names is what counts.
+        """Take note of code that a forward or backward of the model has run: the names in it count.
 
         Unless the code ``changed`` it, the state that the model is in keeps its number; earlier states are looked at
         anew when they return.
@@ -154,13 +150,14 @@ def _arguments(kwargs: Mapping[str, Any]) -> tuple[Hashable, ...]:
     return (
         tuple(_tensor_key(name, tensor) for name, tensor in batch_tensors(kwargs).items()),
         tuple((name, _value_key(name, value)) for name, value in kwargs.items()),
-        batch_facts(kwargs),
+        has_full_mask(kwargs),
+        is_packed(kwargs),
         ambient_state(),
     )
 
 
 def state_number(model: torch.nn.Module) -> int:
-    """A number that changes whenever what a forward of ``model`` can read changes."""
+    """A number that changes with all state that a forward of ``model`` can read."""
     state = model_state(model)
     state.look(model)
     return state.number
@@ -182,3 +179,74 @@ def _value_key(name: str, value: Any) -> Hashable:
     if isinstance(value, (tuple, list)):
         return type(value).__name__, tuple(_value_key(f"{name}.{i}", v) for i, v in enumerate(value))
     raise CaptureError(f"{name}: a {type(value).__name__} cannot be an argument of a planned step; leave it out")
+
+
+_READERS = (
+    "_get_flash_sdp_enabled",
+    "_get_mem_efficient_sdp_enabled",
+    "_get_math_sdp_enabled",
+    "_get_overrideable_sdp_enabled",
+    "_get_math_sdp_allow_fp16_bf16_reduction",
+    "_get_sdp_priority_order",
+    "_get_deterministic_algorithms",
+    "_get_deterministic_algorithms_warn_only",
+    "_get_deterministic_fill_uninitialized_memory",
+    *(name for kind in DEVICE_TYPES for name in backend_of_kind(kind).switches),
+)
+"""Of ``torch._C``; versions of PyTorch that lack one do not have the setting."""
+_OF_BACKENDS = (backend_of_kind(kind).precisions for kind in DEVICE_TYPES)
+_PRECISIONS = (("generic", "all"), *((b, op) for b in _OF_BACKENDS for op in ("matmul", "conv", "rnn")))
+
+_readers: tuple[Callable[[], Any], ...] = tuple(
+    reader for name in _READERS if callable(reader := getattr(torch._C, name, None))
+)
+_precision: Callable[[str, str], Any] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
+def ambient_state() -> tuple[Hashable, ...]:
+    """PyTorch's settings of the process and of this thread that decide which kernels a step runs.
+
+    Raises:
+        CaptureError: a mode is active that sees every op, or anomaly detection; the ops of a plan would escape it.
+    """
+    _refuse_modes()
+    settings = [reader() for reader in _readers]
+    settings.append(cudnn_attention_wanted())
+    precisions = () if _precision is None else tuple([_precision(*which) for which in _PRECISIONS])
+    return (
+        autocast_state(),
+        torch.get_float32_matmul_precision(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.backends.mha._is_fastpath_enabled if hasattr(torch.backends, "mha") else None,
+        _default_device(),
+        tuple([tuple(s) if type(s) is list else s for s in settings]),
+        precisions,
+    )
+
+
+def _default_device() -> str:
+    device = getattr(torch.utils._device, "CURRENT_DEVICE", None)
+    return "" if device is None else str(device)
+
+
+def _refuse_modes() -> None:
+    for index in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._get_function_stack_at(index)
+        if not isinstance(mode, DeviceContext):
+            raise CaptureError(_mode_message(mode))
+    if torch._C._len_torch_dispatch_stack():
+        raise CaptureError(_mode_message(_python_dispatch._get_current_dispatch_mode()))
+    if torch.is_anomaly_enabled():
+        raise CaptureError(
+            "detect_anomaly: a planned step runs its kernels without autograd, which could name no op; "
+            "look for the anomaly with restore(model), or leave detect_anomaly out"
+        )
+
+
+def _mode_message(mode: object) -> str:
+    return (
+        f"{type(mode).__name__}: this mode sees every op that runs inside it, and a planned step's ops run elsewhere; "
+        "leave the mode out around planned steps, or use it with restore(model)"
+    )

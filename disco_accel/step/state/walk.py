@@ -20,22 +20,21 @@ from torch.utils.hooks import RemovableHandle
 from disco_accel.capture.parts import leaves
 from disco_accel.errors import CaptureError
 from disco_accel.native.change_watch import ABSENT, ANYTHING, Kind
-from disco_accel.step.state.code_names import global_names, is_library, is_standard
 from disco_accel.step.state.containers import (
     ATOMS,
     CLASS_NOTES,
     HOOKS,
     PLAIN,
     Container,
-    Relevance,
     below,
     content_of,
     identity,
+    masked,
     own_attribute,
     own_attributes,
     plain_text,
 )
-from disco_accel.step.state.pure import is_marked
+from disco_accel.step.state.forward_code import global_names, is_library, is_marked, is_standard
 
 MAX_CONTAINERS = 200_000
 """A 70B model with adapters has about 60,000; beyond this something else hangs on the model, such as a data set."""
@@ -50,7 +49,7 @@ _REPORTERS = (
     *("aim", "clearml", "comet_ml", "coverage", "dvclive", "mlflow", "neptune", "rich", "sentry_sdk", "swanlab"),
     *("tensorboard", "tensorboardX", "tqdm", "trackio", "wandb"),
 )
-"""Packages that show or send what others compute: trackers, progress bars, monitors."""
+"""Packages that show or send results of others: trackers, progress bars, monitors."""
 _OPAQUE = frozenset(
     [
         *_REPORTERS,
@@ -100,28 +99,29 @@ _GLOBAL_HOOKS = (
 
 
 class Walk:
-    """What a walk from the modules of ``model`` meets. ``executed``: code that has run, whose globals count too.
+    """All state that a walk from the modules of ``model`` meets. ``names``: of the attributes of modules that count;
+    None = all. ``executed``: code that has run, whose globals count too.
 
     Raises:
         CaptureError: more than ``MAX_CONTAINERS`` hang on the model, among attributes that its forward reads.
     """
 
-    def __init__(self, model: torch.nn.Module, relevance: Relevance, executed: Iterable[Any]) -> None:
+    def __init__(self, model: torch.nn.Module, names: frozenset[str] | None, executed: Iterable[Any]) -> None:
         self.containers: list[Container] = []
         self.generators: list[Any] = []
         """Generators of random numbers, of Python's and numpy's classes."""
         self.tensors: list[torch.Tensor] = []
         self.arrays: list[np.ndarray[Any, Any]] = []
         self.functions: list[str] = []
-        """What functions are by value."""
+        """Functions, by value."""
         self.slots: list[tuple[Any, str, Any]] = []
-        """Objects, names of their slots, and what these hold."""
-        self._relevance = relevance
+        """Objects, names of their slots, and the values in these."""
+        self._names = names
         self._memo: dict[int, str] = {}
         self._named: set[tuple[int, str]] = set()
         self._queue: collections.deque[Callable[[], None]] = collections.deque()
         unread = _UNREAD_CONTAINERS + 20 * sum(1 for _ in model.modules())
-        self._most = MAX_CONTAINERS if relevance.names is not None else min(unread, MAX_CONTAINERS)
+        self._most = MAX_CONTAINERS if names is not None else min(unread, MAX_CONTAINERS)
         self._walk(model, executed)
 
     def _walk(self, model: torch.nn.Module, executed: Iterable[Any]) -> None:
@@ -141,7 +141,7 @@ class Walk:
         while self._queue:
             if len(self.containers) > self._most:
                 self._queue.clear()
-                if self._relevance.names is not None:
+                if self._names is not None:
                     raise CaptureError(
                         f"{self.containers[-1].where}: more than {MAX_CONTAINERS} Python objects hang on the model and "
                         "its forward reads some of them; keep data sets and the like outside of the model"
@@ -212,7 +212,7 @@ class Walk:
     def _add(self, kind: Kind, owner: Any, where: str) -> None:
         container = Container(kind, owner, where, [], "")
         content = content_of(container)
-        container.snapshot = self._relevance.masked(container, content)
+        container.snapshot = masked(container, content, self._names)
         if kind is Kind.EQUAL:
             items = [self.describe(item, where) for item in content[0]]
             parts = sorted(items) if isinstance(owner, set) else items

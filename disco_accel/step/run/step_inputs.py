@@ -1,15 +1,53 @@
-"""What a forward read, so that whoever runs it once more can tell whether it would read the same."""
+"""The inputs of a step, kept so that it can run again: the random generator, and the tensors as they were."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from disco_accel.native.backend import backend_of
 from disco_accel.native.host_memory import WatchedTensors
+from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.state.plain_tensors import follows_autograd
 
 _FROZEN = "a frozen weight"
+
+
+def generator_state(step: CompiledStep) -> torch.Tensor | None:
+    """Where the generator that ``step`` draws from is now; None for a step that draws nothing."""
+    if not step.draws:
+        return None
+    return backend_of(torch.device(step.engine.device)).rng_state()
+
+
+def _set_generator(step: CompiledStep, state: torch.Tensor | None) -> None:
+    """``state``: of ``generator_state``."""
+    if state is not None:
+        backend_of(torch.device(step.engine.device)).set_rng_state(state)
+
+
+@contextmanager
+def generator_from(step: CompiledStep, state: torch.Tensor | None) -> Iterator[None]:
+    """Draw again from ``state`` on; afterwards the generator is where it was."""
+    live = generator_state(step)
+    _set_generator(step, state)
+    try:
+        yield
+    finally:
+        _set_generator(step, live)
+
+
+@contextmanager
+def kept_on_failure(step: CompiledStep) -> Iterator[None]:
+    """After an error inside, the user's generator is where it was."""
+    before = generator_state(step)
+    try:
+        yield
+    except BaseException:
+        _set_generator(step, before)
+        raise
 
 
 class _NormSnapshot:
@@ -38,7 +76,7 @@ def versions_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 class InputSnapshot:
     """The tensors that a step was given, and the frozen weights, as they are when this is made.
 
-    ``trainable``: the model's own parameters by name. ``batch``: what the step got, by name. Versions are autograd's:
+    ``trainable``: the model's own parameters by name. ``batch``: those of the step, by name. Versions are autograd's:
     exact, and as cheap as an integer. They miss writes through ``.data``, which is how DeepSpeed's optimizers and
     averages of weights write; those are looked for by content.
     """
@@ -57,7 +95,7 @@ class InputSnapshot:
             self._content = (WatchedTensors(weights) if host else _NormSnapshot(weights)) if weights else None
 
     def changed(self, *, content: bool) -> str | None:
-        """What was changed since, for a message; ``content``: look for writes that versions miss as well."""
+        """Names the first change since; ``content``: look for writes that versions miss as well."""
         return self.begin_check(content=content) or self.finish_check()
 
     def weights_changed(self) -> bool:
@@ -76,5 +114,5 @@ class InputSnapshot:
         return _FROZEN if self._frozen.begin_check() else None
 
     def finish_check(self) -> str | None:
-        """What is left of ``begin_check``."""
+        """The rest of ``begin_check``."""
         return _FROZEN if self._frozen.finish_check() else None

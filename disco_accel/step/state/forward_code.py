@@ -1,4 +1,4 @@
-"""Names that Python code can look up: attributes and globals, as its bytecode says."""
+"""Code that a forward runs: the names that it looks up, whether a library holds it, whether a user marked it pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import site
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +132,34 @@ def global_names(code: types.CodeType) -> frozenset[str]:
         if isinstance(constant, types.CodeType):
             names |= global_names(constant)
     return frozenset(names)
+
+
+_MARK = "_disco_pure"
+_pure_code: set[types.CodeType] = set()
+
+
+def pure(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Say of a hook, or of another function that a forward calls, that nothing is lost if it does not run each step.
+
+    It then runs when a step is captured, on tensors without values. Its changes outside the model are not looked at;
+    its changes of the values that pass through it become part of the plan. Returns ``function``.
+    """
+    target = getattr(function, "__func__", function)
+    setattr(target, _MARK, True)
+    _pure_code.update(code for part in (target, type(target).__call__) if (code := getattr(part, "__code__", None)))
+    return function
+
+
+def is_pure(code: types.CodeType) -> bool:
+    """Whether ``code`` is of a function that was marked with ``pure``."""
+    return code in _pure_code
+
+
+def is_marked(function: Any) -> bool:
+    """Whether ``function``, of any kind that can be called, was marked with ``pure``."""
+    try:
+        # Not by way of a __getattr__ of its class, which may do anything.
+        return bool(object.__getattribute__(function, _MARK))
+    except AttributeError:
+        # A method has no attributes of its own.
+        return _MARK in vars(function.__func__) if isinstance(function, types.MethodType) else False
