@@ -25,8 +25,8 @@ def capturing() -> Iterator[None]:
 
 @contextmanager
 def between_captures() -> Iterator[None]:
-    """No other thread captures inside: what PyTorch's tracer and ``thread_patches`` replace for a capture is as the
-    user has it. Inside a capture of this thread's own it makes no difference."""
+    """No other thread captures inside: nothing is replaced by PyTorch's tracer and ``thread_patches``. Inside a capture
+    of this thread's own it makes no difference."""
     if in_capture():
         yield
         return

@@ -33,7 +33,7 @@ def not_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def plain_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside what ``torch.compile(model)`` returned; any other model itself."""
+    """The model inside a result of ``torch.compile(model)``; any other model itself."""
     while isinstance(model, OptimizedModule):
         model = model._orig_mod
     return model
@@ -58,7 +58,7 @@ def _compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def compiled_note(model: torch.nn.Module) -> str | None:
-    """What to tell the user of a model that is compiled, or in parts, or called through ``torch.compile``; None for
+    """A message for the user of a model that is compiled, or in parts, or called through ``torch.compile``; None for
     any other."""
     parts = compiled_parts(model)
     whole = "" in parts or bool(_in_optimized_module())

@@ -68,7 +68,7 @@ class TrainedBytes:
 
     @property
     def beside(self) -> int:
-        """What ``master_weights: fp32`` adds: masters, and moments of their size."""
+        """The additions of ``master_weights: fp32``: masters, and moments of their size."""
         return self.masters + _MOMENTS * self.rounded
 
     @property
@@ -80,7 +80,7 @@ class TrainedBytes:
 def optimizer_home(
     model: torch.nn.Module, config: DiscoConfig, settings: Settings, device: torch.device
 ) -> OptimizerHome:
-    """What ``optimizer`` in ``config`` means for ``model``, whose steps run on ``device``.
+    """The meaning of ``optimizer`` in ``config`` for ``model``, whose steps run on ``device``.
 
     ``auto`` is the host where most of the weights are trained, and where these, gradients and two moments take more
     than half of the budget: not for an adapter. It is the device where the host cannot do it.
@@ -114,10 +114,10 @@ def optimizer_home(
 
 
 def home_by_size(config: DiscoConfig, sizes: TrainedBytes, budget: int) -> OptimizerHome:
-    """What ``optimizer`` in ``config`` means for a model of these ``sizes`` under ``budget`` bytes.
+    """The meaning of ``optimizer`` in ``config`` for a model of these ``sizes`` under ``budget`` bytes.
 
     Raises:
-        ConfigError: the host, with the planner that has no rule for what the host changes between steps.
+        ConfigError: the host, with the planner that has no rule for weights that change between steps.
     """
     if config.optimizer == "device" or not sizes.weights:
         return OptimizerHome.DEVICE
@@ -133,7 +133,7 @@ def home_by_size(config: DiscoConfig, sizes: TrainedBytes, budget: int) -> Optim
 
 
 def asks_for_host(config: DiscoConfig) -> bool:
-    """Whether ``config`` wants trained weights in host memory whatever their size."""
+    """Whether ``config`` wants trained weights of any size in host memory."""
     return config.optimizer in ("host", "planned")
 
 

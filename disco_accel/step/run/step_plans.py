@@ -1,7 +1,7 @@
-"""Plans of one prepared model's steps: which outputs a step returns, its plan from the table or made on first sight of
-its key, and the step that runs with an update or with sums of gradients.
+"""Plans of one prepared model's steps, from its table or made on first sight of a step's key.
 
-All of these are used under the session's lock.
+First the outputs of a step are chosen, then its plan, then the step that runs: with an update at its head, or with sums
+of gradients, where these are wanted. All functions are called under the session's lock.
 """
 
 from __future__ import annotations

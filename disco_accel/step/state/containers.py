@@ -28,32 +28,18 @@ HOOKS = {
 }
 NOT_READ = frozenset(
     [
-        "_state_dict_hooks",
-        "_state_dict_pre_hooks",
-        "_load_state_dict_pre_hooks",
-        "_load_state_dict_post_hooks",
-        "_non_persistent_buffers_set",
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-        "_forward_pre_hooks_with_kwargs",
+        *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
+        *("_load_state_dict_post_hooks", "_non_persistent_buffers_set", "_forward_hooks_with_kwargs"),
+        *("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
     ]
 )
 """Attributes of each module that no forward reads, or that change only together with a table of hooks."""
 
 CLASS_NOTES = frozenset(
     [
-        "__annotations__",
-        "__dataclass_fields__",
-        "__dataclass_params__",
-        "__orig_bases__",
-        "__parameters__",
-        "__dict__",
-        "__weakref__",
-        "__static_attributes__",
-        "_abc_impl",
-        "__slotnames__",
-        "__abstractmethods__",
-        "__doc__",
+        *("__annotations__", "__dataclass_fields__", "__dataclass_params__", "__orig_bases__"),
+        *("__parameters__", "__dict__", "__weakref__", "__static_attributes__", "_abc_impl"),
+        *("__slotnames__", "__abstractmethods__", "__doc__"),
     ]
 )
 """Entries that Python adds to a class at any time, and that no forward reads."""

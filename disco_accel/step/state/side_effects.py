@@ -28,27 +28,9 @@ logger = logging.getLogger("disco_accel")
 
 _RANDOM_NAMES = frozenset(
     [
-        "random",
-        "randint",
-        "randrange",
-        "uniform",
-        "choice",
-        "choices",
-        "sample",
-        "shuffle",
-        "gauss",
-        "normalvariate",
-        "getrandbits",
-        "rand",
-        "randn",
-        "normal",
-        "integers",
-        "standard_normal",
-        "permutation",
-        "binomial",
-        "beta",
-        "exponential",
-        "triangular",
+        *("random", "randint", "randrange", "uniform", "choice", "choices", "sample", "shuffle", "gauss"),
+        *("normalvariate", "getrandbits", "rand", "randn", "normal", "integers", "standard_normal"),
+        *("permutation", "binomial", "beta", "exponential", "triangular"),
     ]
 )
 MAX_NEW_STATES = 8
@@ -70,9 +52,6 @@ class Effects:
         self._told: set[types.CodeType] = set()
         self._state = -1
         self._new_states = 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Effects:
-        return Effects()
 
     def admit(self, state: int, difference: str) -> None:
         """A plan is wanted for ``state``, a number of ``ModelState``, and there is none.
