@@ -90,8 +90,8 @@ class Rerun:
             # casts that stay.
             draws = generator_from(self.step, self.generator)
             autocast = another_autocast(replace(self.autocast, cache=False))
-            calls = self.state.calls
-            with calls.gate.eager(), torch.no_grad(), draws, autocast, self._step_kernels(), self._visiting():
+            calls, visit = self.state.calls, self.state.placement.visiting()
+            with calls.gate.eager(), torch.no_grad(), draws, autocast, self._step_kernels(), visit:
                 self.eager_output = calls.forward(**self.batch)
         return self.eager_output
 
@@ -137,10 +137,8 @@ class Rerun:
         tangents = dict(sorted(tangents.items(), key=lambda item: item[0] == "loss"))
         # Where random numbers are drawn, the step goes on to the end of the forward, to draw all of them.
         outputs = (*tangents, *((last,) if self.step.draws and last not in tangents else ()))
-        return self._run(
-            tangents,
-            lambda: compiled(self.state, self.model, self.fitted, outputs, differentiated=len(tangents)),
-        )
+        make = functools.partial(compiled, self.state, self.model, self.fitted, outputs, differentiated=len(tangents))
+        return self._run(tangents, make)
 
     def _run(
         self, tangents: Mapping[str, torch.Tensor], planned: Callable[[], CompiledStep]
@@ -184,17 +182,15 @@ class Rerun:
         self.state.reports.say_once(f"{names}: gradients are made in eager mode, outside the memory budget: {error}")
         assert self.step.parameters is not None
         draws, autocast = generator_from(self.step, self.generator), self._autocast_of_forward()
+        visit = self.state.placement.visiting()
         # The step's kernels in the backward too, which may recompute.
-        with torch.enable_grad(), draws, autocast, self._step_kernels(), never_reentrant(), self._visiting():
+        with torch.enable_grad(), draws, autocast, self._step_kernels(), never_reentrant(), visit:
             output = self.state.calls.forward(**self.batch)
             pairs = [(v, t) for n, t in tangents.items() if (v := field_at(output, n)).requires_grad]
             values, value_tangents = [v for v, _ in pairs], [t for _, t in pairs]
             parameters = list(self.step.parameters.values())
             gradients = torch.autograd.grad(values, parameters, value_tangents, allow_unused=True)
         return {n: g for n, g in zip(self.step.parameters, gradients, strict=True) if g is not None}
-
-    def _visiting(self) -> AbstractContextManager[None]:
-        return self.state.placement.visiting()
 
     def _step_kernels(self) -> AbstractContextManager[None]:
         """Attention by the step's kernel, whose dropout is another than cuDNN's."""

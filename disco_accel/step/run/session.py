@@ -138,7 +138,7 @@ class Session:
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_nothing, ())
+        return type(None), ()
 
     def report(self, step: CompiledStep) -> None:
         """Write plan, trace, numbers and picture of the step that just ran into ``report_dir``."""
@@ -197,10 +197,6 @@ def _machine_devices(setup: ModelSetup) -> Sequence[int]:
     if not backend_of(setup.device).separate_memory:
         return range(setup.settings.devices)
     return numbers_on_machine(setup.settings.gpus or (setup.device.index,))
-
-
-def _nothing() -> None:
-    return None
 
 
 def find_state(model: torch.nn.Module) -> Session | None:
