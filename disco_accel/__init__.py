@@ -34,7 +34,7 @@ _HOME = {
     "DiscoPlugin": "disco_accel.integrate.accelerate.plugin",
     "prefill": "disco_accel.integrate.hf.prefill",
     "prepare": "disco_accel.integrate.prepare",
-    "pure": "disco_accel.step.state.pure",
+    "pure": "disco_accel.step.state.forward_code",
     "restore": "disco_accel.integrate.prepare",
     "set_memory_budget": "disco_accel.integrate.prepare",
     "settle": "disco_accel.integrate.prepare",
