@@ -19,8 +19,8 @@ class GrantSource(Protocol):
         """The most that there is for all jobs together; None: not known, or without a limit. May take a message."""
         ...
 
-    def want(self, least: int, wish: int) -> None:
-        """From now on the job cannot run with less than ``least`` bytes, and is no faster with more than ``wish``."""
+    def want(self, minimum: int, max_useful: int) -> None:
+        """Tell that the job needs ``minimum`` bytes from now on, and is no faster with more than ``max_useful``."""
         ...
 
     def hold(self, nbytes: int) -> None:
@@ -42,7 +42,7 @@ class GivenBudget:
     def most(self) -> None:
         """The user decides."""
 
-    def want(self, least: int, wish: int) -> None:
+    def want(self, minimum: int, max_useful: int) -> None:
         """Nobody decides by it."""
 
     def hold(self, nbytes: int) -> None:
