@@ -232,7 +232,7 @@ def test_the_budget_of_a_model_that_is_not_prepared_cannot_be_set() -> None:
     for wrong in ("shared", "some", 0, -1, True, 1 << 60):
         with pytest.raises(ConfigError, match="memory_budget"):
             set_memory_budget(model, wrong)
-    assert session_of(model).budgets.grant.source.granted() == LARGE
+    assert session_of(model).budgets.grant.granted() == LARGE
 
 
 def test_a_planning_process_that_dies_is_told_and_steps_go_on(
@@ -264,10 +264,13 @@ def test_restore_ends_the_making_of_plans(planned_here: Callable[[], None]) -> N
 
 
 def test_a_grant_that_shrinks_while_it_is_claimed_is_not_used() -> None:
-    class Withdrawing(grant_source.GivenBudget):
+    class Withdrawing(grant_source.GrantSource):
         """Grants less as soon as it hears that all of it is about to be used, once."""
 
-        withdrawn = 0
+        nbytes, withdrawn = LARGE, 0
+
+        def granted(self) -> int:
+            return self.nbytes
 
         def hold(self, nbytes: int) -> None:
             if nbytes > SMALL:
@@ -275,7 +278,7 @@ def test_a_grant_that_shrinks_while_it_is_claimed_is_not_used() -> None:
 
     model, eager = twins()
     budgets = session_of(model).budgets
-    budgets.grant.source, budgets.grant.moving = Withdrawing(LARGE), True
+    budgets.grant.source, budgets.grant.moving = Withdrawing(), True
     both(model, eager, 0)
     assert 0 < arena(model) <= SMALL and budgets.grant.source.withdrawn == 1
     both(model, eager, 1)

@@ -15,7 +15,7 @@ from disco_accel.native.backend import backend_of, release_workspaces
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.observe.log_to_stderr import show_messages
 from disco_accel.step.budget.engine_memory import EngineMemory
-from disco_accel.step.budget.grant_source import GivenBudget, shared_grants
+from disco_accel.step.budget.grant_source import shared_grants
 from disco_accel.step.budget.moving_budget import MovingBudget
 from disco_accel.step.budget.plan_loader import PlanLoader
 from disco_accel.step.capture_lock import Gate
@@ -136,7 +136,7 @@ class Session:
         release_workspaces(self.memory.device)
         grant, folder = self.budgets.grant, self.setup.config.report_dir
         if grant.moving and folder is not None:
-            grant.history.draw(Path(folder) / "budget.png", grant.moves)
+            grant.draw_history(Path(folder) / "budget.png")
         self.budgets.close()
         self.memory.close()
 
@@ -172,8 +172,8 @@ def _gradients(
 
 def _budgets(setup: ModelSetup, memory: EngineMemory) -> MovingBudget:
     given, shared = setup.settings.memory_budget, setup.config.memory_budget == "shared"
-    source = shared_grants(_machine_devices(setup), run_of_launcher()) if shared else GivenBudget(given)
-    most = source.most()
+    source = shared_grants(_machine_devices(setup), run_of_launcher()) if shared else None
+    most = None if source is None else source.most()
     return MovingBudget(memory, source, given if most is None else min(given, most), setup.host_memory)
 
 
