@@ -70,7 +70,7 @@ class _Range:
     def free(self) -> bool:
         """Whether nobody can come by these bytes any more.
 
-        What ``tensor`` returns has a storage of its own, whose bytes hold the whole range until they are freed: as long
+        The result of ``tensor`` has a storage of its own. Its bytes hold the whole range until they are freed: as long
         as a tensor, an array or a storage object of Python's is over them. The count of uses of one storage for all
         would not tell: PyTorch keeps the Python object of a storage, whether somebody holds it or not.
         """
@@ -90,8 +90,8 @@ class GradientMemory:
 
     def __init__(self, device: torch.device, limit: int, *, watched: bool = False, masters: int = 0) -> None:
         """``device``: the one that copies into the ranges. ``limit``: ``host_memory``, in bytes. ``watched``: writes to
-        gradients may be looked for (``WatchedTensors``). ``masters``: bytes of it that fp32 masters take, and
-        what makes moments larger than their weights, of which no step knows."""
+        gradients may be looked for (``WatchedTensors``). ``masters``: bytes of it that fp32 masters take
+        and that their moments take beyond the size of weights, of which no step knows."""
         self._masters = masters
         self._watched = watched
         self._backend, self._limit = backend_of(device), limit

@@ -95,7 +95,7 @@ def packed_bytes(bindings: Iterable[InputBinding], weights: Mapping[str, torch.T
 
 
 def part_of_weight(binding: InputBinding, weight: torch.Tensor) -> torch.Tensor:
-    """What ``binding`` is of ``weight``, a view."""
+    """The part ``binding`` of ``weight``, a view."""
     length = weight.shape[binding.dim] // binding.parts
     return weight.narrow(binding.dim, binding.part * length, length)
 

@@ -28,9 +28,9 @@ from disco_accel.step.gradients.clipping_norms import norms_for_clipping
 from disco_accel.step.gradients.gradient_norms import GradientNorms
 from disco_accel.step.gradients.model_gradients import ModelGradients
 from disco_accel.step.optimizer_home import update_asked
+from disco_accel.step.placement.distributed import FrozenSharing
 from disco_accel.step.placement.gradient_memory import GradientMemory
 from disco_accel.step.placement.model_placement import Placement
-from disco_accel.step.placement.shared_frozen import FrozenSharing
 from disco_accel.step.run.arguments import Arguments, signature_of
 from disco_accel.step.run.cast_regions import CastRegions
 from disco_accel.step.run.frontend import Frontend
