@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from disco_accel import restore, settle, stats
-from disco_accel.step.gradients.wrapped_function import wrap
+from disco_accel.step.gradients.gradient_norms import wrap
 from disco_accel.step.run.session import find_state
 from disco_accel.step.update import master_state, pending_update, update_choice, update_pass
 from disco_accel.step.update.update_pass import Stage

@@ -25,7 +25,7 @@ from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.fitted_batch import part_of
 from disco_accel.step.dynamo import not_compiled
 from disco_accel.step.gradients.accumulating_step import AccumulatingStep
-from disco_accel.step.gradients.model_gradients import ModelGradients
+from disco_accel.step.gradients.accumulation import ModelGradients
 from disco_accel.step.run.one_backward import CastRegion, OneForward
 from disco_accel.step.run.reports import Reports
 from disco_accel.step.run.rng_state import generator_from, generator_state, kept_on_failure

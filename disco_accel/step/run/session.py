@@ -23,10 +23,8 @@ from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.conductor import machine_of, plan_store
 from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.compile.pipeline import PlannerSettings
-from disco_accel.step.gradients.accumulation import Accumulation
-from disco_accel.step.gradients.clipping_norms import norms_for_clipping
-from disco_accel.step.gradients.gradient_norms import GradientNorms
-from disco_accel.step.gradients.model_gradients import ModelGradients
+from disco_accel.step.gradients.accumulation import Accumulation, ModelGradients
+from disco_accel.step.gradients.gradient_norms import GradientNorms, norms_for_clipping
 from disco_accel.step.optimizer_home import update_asked
 from disco_accel.step.placement.distributed import FrozenSharing
 from disco_accel.step.placement.gradient_memory import GradientMemory
