@@ -37,7 +37,7 @@ class StepWithUpdate(CompiledStep):
     homes: tuple[Changed, ...]
 
     def given(self, pending: PendingUpdate) -> dict[int, torch.Tensor]:
-        """What the kernels of the update are given in each step, by INPUT."""
+        """Tensors that the kernels of the update are given in each step, by INPUT."""
         return self.updated.foreign(pending.parts)
 
     def use_memory_of(self, pending: PendingUpdate) -> None:
@@ -65,7 +65,7 @@ class StepWithUpdate(CompiledStep):
         )
 
     def finish(self, pending: PendingUpdate) -> None:
-        """Do what the last step, which has ended early, has left of ``pending``."""
+        """Do the rest of ``pending`` that the last step, which has ended early, has left."""
         at_home = self.executor.bring_home()
         with torch.no_grad():
             for kernel in self.updated.left(self.executor.ops_run_on_host(), at_home):
@@ -115,11 +115,11 @@ def step_with_update(
     choices = updates.choices(update_on, machine)
     recorded = time.perf_counter()
     best: tuple[float, UpdatedStep, MemGraph] | None = None
-    for chosen in choices:
-        updated = updates.placed(chosen.on_device)
-        graph = arena_of(chosen.arena).run(measurements(updates.records(updated)).run(updated.graph))
+    for on_device, arena in choices:
+        updated = updates.placed(on_device)
+        graph = arena_of(arena).run(measurements(updates.records(updated)).run(updated.graph))
         say(f"planning {len(graph.ops)} kernels, {len(updated.kernels)} of them updates")
-        plan = replan_if_it_fits(graph, chosen.arena, settings, store)
+        plan = replan_if_it_fits(graph, arena, settings, store)
         if plan is None or plain.host_bytes(plan) > host_memory:
             continue
         seconds = simulate(plan, machine).makespan if len(choices) > 1 else 0.0
