@@ -18,7 +18,7 @@ from disco_accel.step.gradients.gradient_norms import GradientNorms
 from disco_accel.step.placement.gradient_memory import GradientMemory
 
 Making = Callable[[], AbstractContextManager[Callable[[str], None]]]
-"""Around the making of a plan: gives whom to tell of its stages."""
+"""Around the making of a plan: gives a function that is told of its stages."""
 
 
 class Accumulation:

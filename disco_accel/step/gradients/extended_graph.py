@@ -7,7 +7,6 @@ Norms: each is made while its gradient is on the device, for clipping.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -112,7 +111,7 @@ def _with_norms(
     ``specs``: how each gradient, all of one dtype, lies and fills its value.
     """
     scalar = TensorSpec(next(iter(specs.values())).dtype, (), ())
-    size = _bytes(scalar)
+    size = int(getattr(torch, scalar.dtype).itemsize)
     by_id = {vertex.id: vertex for vertex in graph.vertices}
     fresh = max(by_id) + 1
     calls: dict[int, OpCall] = {}
@@ -145,8 +144,3 @@ def _with_norms(
     calls[fresh] = OpCall(_STACK, "default", (parts, 0), (OpResult(0, spec),), module="clipping")
     done = replace(graph, vertices=tuple(vertices), ops={**graph.ops, **calls})
     return done, tuple(norms), (fresh, 0), spec
-
-
-def _bytes(spec: TensorSpec) -> int:
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    return math.prod(spec.shape) * dtype.itemsize

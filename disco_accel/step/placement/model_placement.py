@@ -56,10 +56,8 @@ class Placement:
     ) -> None:
         """``trained_on_host``: trained weights, gradients and the optimizer's state live on the host. ``sharing`` puts
         frozen weights into memory that processes share."""
-        self._model = weakref.ref(model)
-        self._device = device
-        self._trained_on_host = trained_on_host
-        self._sharing = sharing
+        self._model, self._device = weakref.ref(model), device
+        self._trained_on_host, self._sharing = trained_on_host, sharing
         if trained_on_host:
             unwatch_updates_of(self.holds)
         # Held here, because an arena is pinned only as long as somebody holds it.
@@ -75,7 +73,6 @@ class Placement:
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The model, as long as it is alive."""
         return self._model()
 
     @property
@@ -200,7 +197,7 @@ class Placement:
 
     def _share_loaded(self, model: torch.nn.Module) -> None:
         """Weights that were loaded into an arena of this process's own go to shared memory, and it is given up."""
-        own = [arena for arena in self._arenas if not isinstance(arena, FileArena)]
+        own = self.own_arenas()
         loaded = [t for t in frozen_parts(model).values() if any(arena.holds(t) for arena in own)]
         if self._sharing is None or not loaded or len(self._share(loaded, _views(model))) == len(loaded):
             return
@@ -260,9 +257,7 @@ class Placement:
         before = self._moved.get(id(tensor))
         if before is None or before[0]() is not tensor:
             self._moved[id(tensor)] = weakref.ref(tensor), tensor.device
-        tensor.data = data
-        if tensor.grad is not None and tensor.grad.device != tensor.device:
-            tensor.grad.data = tensor.grad.data.to(tensor.device)
+        _place(tensor, data)
 
     def undo(self) -> None:
         """Give each tensor that ``apply`` moved a storage of its own where it was, values kept."""
@@ -280,10 +275,8 @@ class Placement:
             tensor = reference()
             if tensor is not None:
                 old = tensor.data
-                tensor.data = old.to(device, copy=True)
+                _place(tensor, old.to(device, copy=True))
                 move_views(views, old, tensor.data)
-                if tensor.grad is not None:
-                    tensor.grad.data = tensor.grad.data.to(device)
         self._moved.clear()
         self._pinned.undo()
 
@@ -300,6 +293,13 @@ def _make_ordinary(model: torch.nn.Module) -> None:
                 "(requires_grad_(False)) or make the model outside of torch.inference_mode"
             )
         make_ordinary(tensor, name)
+
+
+def _place(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Give ``tensor`` the memory of ``data``, and its gradient memory on the same device."""
+    tensor.data = data
+    if tensor.grad is not None and tensor.grad.device != tensor.device:
+        tensor.grad.data = tensor.grad.data.to(tensor.device)
 
 
 def _views(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -54,7 +54,6 @@ class _Visitor(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """That of ``home``."""
         return self.home.grad
 
     @grad.setter
@@ -203,7 +202,6 @@ class Visits:
 
     @contextmanager
     def forward(self, owner: object) -> Iterator[None]:
-        """Around a forward of ``owner``."""
         self.enter(owner)
         try:
             yield

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore
+from disco_accel.step.gradients.accumulation import Making
 from disco_accel.step.gradients.extended_graph import extended
 from disco_accel.step.update.deferral import Deferral
-from disco_accel.step.update.pending_update import PendingUpdate
 from disco_accel.step.update.updated_step import StepWithUpdate, step_with_update
-
-Making = Callable[[], AbstractContextManager[Callable[[str], None]]]
-"""Around the making of a plan: gives whom to tell of its stages."""
 
 _KINDS = 8
 """Plans for one step with updates that differ; an optimizer whose settings change all the time gets no more."""
@@ -27,7 +25,7 @@ _CLIPPED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class PlannedUpdates:
-    """``deferral`` is None where updates are done in ``optimizer.step()``."""
+    """``deferral``, to whose methods those of the same names lead, is None where ``optimizer.step()`` updates."""
 
     def __init__(
         self,
@@ -87,7 +85,8 @@ class PlannedUpdates:
         key = ("update", id(plain), pending.signature, norms)
         step = self._plans.get(key)
         if step is None and key not in self._without:
-            step = self._make(model, plain, pending, settings, store, making, norms)
+            planned = partial(step_with_update, model, plain, pending, settings, store, self._host_memory)
+            step = self._make(planned, plain, making, norms)
             if step is None:
                 self._without.add(key)
             else:
@@ -100,14 +99,7 @@ class PlannedUpdates:
         return step
 
     def _make(
-        self,
-        model: torch.nn.Module,
-        plain: CompiledStep,
-        pending: PendingUpdate,
-        settings: PlannerSettings,
-        store: PlanStore | None,
-        making: Making,
-        norms: bool,
+        self, planned: Callable[..., StepWithUpdate | None], plain: CompiledStep, making: Making, norms: bool
     ) -> StepWithUpdate | None:
         kinds = sum(key[:2] == ("update", id(plain)) and key[-1] is norms for key in self._plans)
         if kinds >= _KINDS:
@@ -119,10 +111,7 @@ class PlannedUpdates:
         with making() as stage:
             # Where norms have no room in the budget, the update may have.
             for norms_too in (True, False) if norms else (False,):
-                more = extended(plain, accumulate=False, norms=norms_too)
-                made = step_with_update(
-                    model, plain, pending, settings, store, self._host_memory, stage, self._update_on, more
-                )
+                made = planned(stage, self._update_on, extended(plain, accumulate=False, norms=norms_too))
                 if made is not None:
                     break
         if made is None:
@@ -145,7 +134,6 @@ class PlannedUpdates:
         return step.given(pending)
 
     def taking(self) -> AbstractContextManager[None]:
-        """See ``Deferral.taking``."""
         return nullcontext() if self.deferral is None else self.deferral.taking()
 
     @property
@@ -159,21 +147,17 @@ class PlannedUpdates:
         return self.deferral is not None and self.deferral.pending is not None
 
     def settle(self) -> None:
-        """See ``Deferral.settle``."""
         if self.deferral is not None:
             self.deferral.settle()
 
     def clip(self, parameters: Sequence[torch.Tensor], coefficient: torch.Tensor) -> list[torch.Tensor]:
-        """See ``Deferral.clip``."""
         return [*parameters] if self.deferral is None else self.deferral.clip(parameters, coefficient)
 
     def multiply_clipped(self) -> None:
-        """See ``Deferral.multiply_clipped``."""
         if self.deferral is not None:
             self.deferral.multiply_clipped()
 
     def taken(self) -> None:
-        """See ``Deferral.taken``."""
         assert self.deferral is not None
         self.deferral.taken()
 
