@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -96,14 +95,4 @@ def accumulating_step(
     if plan is None or plain.host_bytes(plan) > host_memory:
         # Where norms have no room in the budget, sums may have.
         return accumulating_step(plain, False, settings, store, host_memory, say) if norms else None
-    own: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(CompiledStep)}
-    own |= {
-        "graph": more.graph,
-        "plan": plan,
-        "records": more.records,
-        "norms": more.norms,
-        "seconds": {"record": recorded - began, "plan": time.perf_counter() - recorded},
-        "loaded": None,
-        "groups": (-1, -1),
-    }
-    return AccumulatingStep(**own, plain=plain, old=more.old)
+    return AccumulatingStep(**more.step_fields(plain, plan, began, recorded), plain=plain, old=more.old)

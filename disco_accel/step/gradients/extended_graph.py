@@ -7,11 +7,14 @@ Norms: each is made while its gradient is on the device, for clipping.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
+from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, OpResult, Ref, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 from disco_accel.graph.traits import LATE_FOREIGN
 from disco_accel.graph.values import handed_out_at_gate
@@ -33,6 +36,14 @@ class ExtendedGraph:
     records: Mapping[int, OpRecord]
     old: Mapping[int, int] = field(default_factory=dict)
     norms: PlannedNorms | None = None
+
+    def step_fields(self, plain: CompiledStep, plan: MemGraph, began: float, recorded: float) -> dict[str, Any]:
+        """Fields of ``plain`` that a step has which runs this graph by ``plan``, made from ``began`` on, by
+        ``time.perf_counter``, and planned from ``recorded`` on."""
+        own: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(CompiledStep)}
+        own |= {"graph": self.graph, "plan": plan, "records": self.records, "norms": self.norms}
+        seconds = {"record": recorded - began, "plan": time.perf_counter() - recorded}
+        return own | {"seconds": seconds, "loaded": None, "groups": (-1, -1)}
 
 
 def leaving_specs(step: CompiledStep) -> dict[int, tuple[str, TensorSpec]]:

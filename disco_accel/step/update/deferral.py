@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from disco_accel.errors import ExecutionError, StatesTorn
 from disco_accel.native.host_memory import WatchedTensors, expect_rewrite, writes_are_watched
@@ -64,7 +64,9 @@ class Deferral:
         """``on_host``, ``watchable``: as of ``_OwnTensors``. ``ready`` prepares an optimizer's state for its next
         update. ``asked``: ``update`` in the config."""
         self._ours, self._lock, self._ready = _OwnTensors(weakref.ref(model), on_host, watchable), lock, ready
-        self._tell = functools.partial(_tell, say, asked)
+        self._tell = lambda reason: say(
+            f"update: {asked} defers nothing: {reason}; optimizer.step() updates as it is called"
+        )
         self.paused = False
         """Whether ``optimizer.step()`` updates as it is called."""
         self.deferring = True
@@ -254,10 +256,6 @@ class Deferral:
         with self._lock:
             self._clipped.multiply()
 
-    def after_step(self) -> None:
-        """``optimizer.step()`` has run."""
-        self._away.give_back()
-
 
 class _ClippedGradients:
     """Gradients of one model that are still to be multiplied by the coefficient of their clipping."""
@@ -322,15 +320,10 @@ class _TornStates:
             raise StatesTorn(_TORN)
 
 
-def _tell(say: Callable[[str], None], asked: str, reason: str) -> None:
-    say(f"update: {asked} defers nothing: {reason}; optimizer.step() updates as it is called")
-
-
 @functools.cache
 def _hook_all_optimizers() -> None:
     before_updates.append(_settle_before)
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_fork() -> None:
@@ -355,9 +348,3 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Iterable[Any], kwargs: 
     closure = next(iter((*args, None)[1:]), None) or kwargs.get("closure")
     for deferral in list(_deferring):
         deferral.before_step(optimizer, closure is not None)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    del optimizer
-    for deferral in list(_deferring):
-        deferral.after_step()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from disco_accel.errors import ConfigError
 from disco_accel.step.optimizer_home import ROUNDED
@@ -125,10 +125,6 @@ class MasterWeights:
                 parts.append(part)
         return parts
 
-    def after_step(self) -> None:
-        """``optimizer.step()`` has run."""
-        self._away.give_back()
-
 
 class _Update:
     """The hook that updates."""
@@ -163,7 +159,6 @@ def _refusal(reason: str) -> ConfigError:
 @functools.cache
 def _hook_all_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
     # PyTorch has no hook for all optimizers here, and a state is loaded before the first step.
     optimizer: Any = torch.optim.Optimizer
     optimizer.load_state_dict = _keeping_fp32(optimizer.load_state_dict)
@@ -185,11 +180,6 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         )
     for parameter, state in left:
         _give_up(parameter, state)
-
-
-def _after_step(*_: Any) -> None:
-    for masters in list(_masters):
-        masters.after_step()
 
 
 def _keeping_fp32(load: Callable[..., None]) -> Callable[..., None]:

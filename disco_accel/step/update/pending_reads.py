@@ -192,7 +192,6 @@ class SettlingHooks:
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._loads))
 
     def remove(self) -> None:
-        """No hook any more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -210,9 +209,6 @@ class _Hook:
         method = None if self._method is None else self._method()
         if method is not None and not in_capture():
             method(*((caller,) if self._loads else ()))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, ()

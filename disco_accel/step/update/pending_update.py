@@ -5,12 +5,18 @@ Adam and AdamW with ``fused=True`` on the CPU: the same kernel does it in either
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+)
 
 from disco_accel.errors import ExecutionError
 
@@ -115,6 +121,8 @@ class GradientsAway:
 
     def __init__(self) -> None:
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        _away.add(self)
+        _give_back_after_steps()
 
     def take(self, parts: Sequence[ParameterUpdate]) -> None:
         """Those of ``parts``. Of a ``step()`` that failed none are given back any more."""
@@ -127,6 +135,19 @@ class GradientsAway:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         self._gradients.clear()
+
+
+_away: weakref.WeakSet[GradientsAway] = weakref.WeakSet()
+
+
+@functools.cache
+def _give_back_after_steps() -> None:
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(*_: Any) -> None:
+    for away in list(_away):
+        away.give_back()
 
 
 @dataclass(frozen=True)

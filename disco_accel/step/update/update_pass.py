@@ -149,9 +149,8 @@ def with_updates(
     graph: TaskGraph,
     weights: Sequence[int],
     parts: Sequence[ParameterUpdate],
-    on_device: Collection[int] = (),
-    *,
-    device_lr: str = _HOST_LR,
+    on_device: Collection[int],
+    device_lr: str,
 ) -> UpdatedStep:
     """Return ``graph`` with the update of the weight that INPUT ``weights[i]`` holds by ``parts[i]`` at its head.
 
