@@ -64,7 +64,7 @@ class Deferral:
         """``on_host``, ``watchable``: as of ``_OwnTensors``. ``ready`` prepares an optimizer's state for its next
         update. ``asked``: ``update`` in the config."""
         self._ours, self._lock, self._ready = _OwnTensors(weakref.ref(model), on_host, watchable), lock, ready
-        self._tell = lambda reason: say(
+        self._tell: Callable[[str], None] = lambda reason: say(
             f"update: {asked} defers nothing: {reason}; optimizer.step() updates as it is called"
         )
         self.paused = False
