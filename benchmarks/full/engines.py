@@ -215,7 +215,7 @@ class HostHalf(HostDeferred):
 
 def _every_second(updates: UpdateChoice, update_on: str, machine: Machine) -> list[UpdatePlaces]:
     del update_on, machine
-    return [UpdatePlaces(frozenset(range(0, len(updates.parts), 2)), updates.graph.devices[0].memory)]
+    return [(frozenset(range(0, len(updates.parts), 2)), updates.graph.devices[0].memory)]
 
 
 class Resident(Planned):

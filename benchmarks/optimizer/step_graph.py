@@ -13,7 +13,7 @@ from benchmarks.optimizer.study import GRADIENT, STATE, WEIGHT, Study
 from benchmarks.optimizer.update_order import UPDATE, updates_after_gradients
 from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
-from disco_accel.graph.traits import BROUGHT, Traits
+from disco_accel.graph.traits import PER_STEP, Traits
 from disco_accel.graph.traits import STATE as CHANGES
 
 KEEP = "keep on the host"
@@ -110,7 +110,7 @@ class _Step:
         after: tuple[int, ...] = (),
     ) -> Ref:
         kind = VertexKind.KERNEL if traits is None else VertexKind.INPUT
-        number, traits = len(self.vertices), traits or BROUGHT
+        number, traits = len(self.vertices), traits or PER_STEP
         made = Vertex(number, kind, 0, op, inputs, sizes, seconds, traits, inplace=inplace, after=after)
         self.vertices.append(made)
         return (made.id, 0)
@@ -160,7 +160,7 @@ class _Step:
     def forward(self) -> None:
         """Leaves the checkpoints of all layers and the last hidden state. A training loop's micro-batches follow each
         other: the backward before has ended."""
-        self.tokens = self.add("tokens", (), (8 * self.model.tokens,), traits=BROUGHT)
+        self.tokens = self.add("tokens", (), (8 * self.model.tokens,), traits=PER_STEP)
         self.x = self.add("embed", (self.tokens, *self._weights(0)), (self.activation,), 0.0, after=self.ended)
         self.checkpoints = []
         for layer in range(1, self.model.layers + 1):

@@ -256,15 +256,15 @@ def _modes(outlined: Outline, step: CostedStep, budget: int, device: Device) -> 
     behind = replace(_with_update(behind, update), plan_seconds=round(planned.seconds["plan"], 1))
     updates = UpdateChoice(planned.graph, *updates_on_meta(outlined), "float32", _measure(device))
     made: list[Mode] = []
-    for chosen in updates.choices("auto", machine):
-        graph = updates.timed(chosen.on_device)
+    for on_device, arena in updates.choices("auto", machine):
+        graph = updates.timed(on_device)
         try:
-            plan, seconds = _replanned(graph, chosen.arena, settings)
+            plan, seconds = _replanned(graph, arena, settings)
         except BudgetTooSmall as error:
             made.append(Mode(needed=error.needed + outside))
             continue
         mode = _mode(graph, plan, captured, device, outside)
-        parameters = sum(updates.parts[part].parameter.numel() for part in chosen.on_device)
+        parameters = sum(updates.parts[part].parameter.numel() for part in on_device)
         made.append(replace(mode, on_device=parameters, plan_seconds=round(seconds, 1)))
     # The last is without updates on the device.
     return behind, made[-1], min(made, key=lambda mode: mode.seconds or float("inf"))

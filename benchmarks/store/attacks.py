@@ -147,7 +147,7 @@ def _damaged(rng: random.Random, names: list[int]) -> bytes:
             Request(Opcode.PREFETCH, 7, object=name),
             Request(Opcode.STATS, 8, amount=rng.randrange(5)),
             Request(Opcode.LABEL, 11, shape=words_of("train-a")),
-            Request(Opcode.WANT, 9, amount=rng.randrange(1 << 24), object=rng.randrange(8), wish=1 << 25),
+            Request(Opcode.WANT, 9, amount=rng.randrange(1 << 24), object=rng.randrange(8), max_useful=1 << 25),
             Request(Opcode.HELD, amount=rng.randrange(1 << 24)),
             Request(Opcode.FIRST_CLASS, device=rng.randrange(3), amount=rng.randrange(-(1 << 24), 1 << 24)),
         )

@@ -13,7 +13,7 @@ from disco_accel.graph.spaces import HOST, is_backing
 from disco_accel.graph.stable_order import stable_order
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
-from disco_accel.graph.traits import BROUGHT, MADE_FOREIGN, Arrival
+from disco_accel.graph.traits import MADE_FOREIGN, PER_STEP, Arrival
 from disco_accel.graph.values import (
     arrives_at_gate,
     changes_over_steps,
@@ -165,7 +165,7 @@ def _check_home(vertex: Vertex, spaces: set[int]) -> None:
 
 def _check_flags(vertex: Vertex) -> None:
     if vertex.kind is not VertexKind.INPUT:
-        if vertex.traits != BROUGHT and (vertex.kind is not VertexKind.COPY or vertex.traits != MADE_FOREIGN):
+        if vertex.traits != PER_STEP and (vertex.kind is not VertexKind.COPY or vertex.traits != MADE_FOREIGN):
             raise _fail(vertex, "traits", "only an input can have any, and a copy to the user's memory")
         return
     if vertex.inputs or vertex.after:

@@ -21,7 +21,7 @@ from disco_accel.graph.memgraph import Edge, MemGraph, Slot
 from disco_accel.graph.spaces import HOST, Space, SpaceKind
 from disco_accel.graph.strict_json import a_list, an_object, flag, integer, number, plain, shown, text
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
-from disco_accel.graph.traits import BROUGHT, FOREIGN, FROZEN, LATE, LATE_FOREIGN, Traits
+from disco_accel.graph.traits import FOREIGN, FROZEN, LATE, LATE_FOREIGN, PER_STEP, Traits
 from disco_accel.graph.values import never_changes
 from disco_accel.sizes import MAX_SIZE
 
@@ -39,7 +39,7 @@ _TRAITS_1 = {
     ("late",): LATE,
     ("external",): FOREIGN,
     ("late", "external"): LATE_FOREIGN,
-    (): BROUGHT,
+    (): PER_STEP,
 }
 """Marks that an input of version 1 has → what they mean. Others contradict each other."""
 
@@ -253,7 +253,7 @@ class _Reader:
     def _marks(self, entry: Mapping[str, Any], where: str) -> Traits:
         marks = tuple([key for key in _MARKS_1 if key in entry and flag(entry, key, where)])
         if marks == ("clean",) and entry["kind"] == "reload":
-            return BROUGHT
+            return PER_STEP
         if marks and entry["kind"] != "input":
             raise GraphFileError(f"{where}: {marks[0]}: only an input can be so marked")
         if marks not in _TRAITS_1:
@@ -313,7 +313,7 @@ def _traits(entry: Mapping[str, Any], where: str) -> Traits:
 
 
 def _trait(entry: Mapping[str, Any], key: str, where: str) -> Any:
-    default = getattr(BROUGHT, key)
+    default = getattr(PER_STEP, key)
     return flag(entry, key, where) if isinstance(default, bool) else _word(entry, key, where, type(default), default)
 
 
@@ -429,7 +429,7 @@ def _vertex_to_object(vertex: Vertex, slots: Mapping[Ref, Slot], names: Mapping[
         raw["duration"] = vertex.duration
     for field in fields(Traits):
         trait = getattr(vertex.traits, field.name)
-        if trait != getattr(BROUGHT, field.name):
+        if trait != getattr(PER_STEP, field.name):
             raw[field.name] = trait if isinstance(trait, bool) else str(trait)
     raw |= {key: True for key in _HANDED_OUT if getattr(vertex, key)}
     if vertex.after:

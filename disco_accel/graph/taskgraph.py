@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from disco_accel.graph.spaces import HOST, Space, devices_of, host_of
-from disco_accel.graph.traits import BROUGHT, Traits
+from disco_accel.graph.traits import PER_STEP, Traits
 
 Ref = tuple[int, int]
 """``(vertex id, output index)``: one value, that is, one storage with one content."""
@@ -44,7 +44,7 @@ class Vertex:
     inputs: tuple[Ref, ...] = ()
     sizes: tuple[int, ...] = (0,)
     duration: float | None = None
-    traits: Traits = BROUGHT
+    traits: Traits = PER_STEP
     out: bool = False
     keep: bool = False
     after: tuple[int, ...] = ()

@@ -35,7 +35,7 @@ class Arrival(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Of the value of an INPUT; a value that a vertex makes has those of ``BROUGHT`` but for its arrival.
+    """Of the value of an INPUT; a value that a vertex makes has those of ``PER_STEP`` but for its arrival.
 
     ``stays``: of a value that the host has, it is on its device all the time: no cyclic plan lets it leave.
     ``renewed``: of such a value, the host reads it and writes another content between two steps: what a device has of
@@ -69,7 +69,7 @@ class Traits:
         return self.host_has_it and self.access is Access.READ_WRITE
 
 
-BROUGHT = Traits()
+PER_STEP = Traits()
 """Given to each step anew."""
 
 LATE = Traits(arrival=Arrival.GATE)
@@ -100,4 +100,4 @@ MADE = Traits(arrival=Arrival.MADE)
 MADE_FOREIGN = Traits(Lifetime.STEP, Access.FOREIGN, Arrival.MADE)
 """Written by a transfer to the user's memory: gradients for an optimizer on the host."""
 
-TRAITS = (BROUGHT, LATE, FROZEN, RENEWED, STATE, RENEWED_STATE, FOREIGN, LATE_FOREIGN, MADE_FOREIGN)
+TRAITS = (PER_STEP, LATE, FROZEN, RENEWED, STATE, RENEWED_STATE, FOREIGN, LATE_FOREIGN, MADE_FOREIGN)

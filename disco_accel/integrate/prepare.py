@@ -23,7 +23,7 @@ from disco_accel.integrate.hf.step_output import StepOutput
 from disco_accel.native.backend import run_device
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import met_shortage
-from disco_accel.step.budget.retry_on_budget_change import retry_on_budget_change
+from disco_accel.step.budget.moving_budget import retry_on_budget_change
 from disco_accel.step.capture_lock import in_capture
 from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.compile.refusals import require_known_weights, require_plain_autograd

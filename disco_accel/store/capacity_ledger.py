@@ -107,14 +107,14 @@ class CapacityLedger:
         for device, nbytes in client.first_class.items():
             self._first_class[device] -= nbytes
         client.first_class.clear()
-        client.least = client.wish = client.held = client.grant = 0
+        client.minimum = client.max_useful = client.held = client.grant = 0
         self._jobs.pop(client, None)
         self._reserve()
 
-    def want(self, client: Client, least: int, wish: int, devices: frozenset[int], run: int) -> None:
+    def want(self, client: Client, minimum: int, max_useful: int, devices: frozenset[int], run: int) -> None:
         """``client`` wants a budget, as much on each of ``devices``, as one of ``run``; its place in the order of
         arrival is that of its first one."""
-        client.least, client.wish, client.devices, client.run = least, wish, devices, run
+        client.minimum, client.max_useful, client.devices, client.run = minimum, max_useful, devices, run
         self._note(client)
 
     def hold(self, client: Client, nbytes: int) -> None:
@@ -158,7 +158,7 @@ class CapacityLedger:
         self._reserve()
 
     def _job(self, client: Client) -> Job:
-        return Job(client.least, client.wish, self.limits.quota_of(client), client.held)
+        return Job(client.minimum, client.max_useful, self.limits.quota_of(client), client.held)
 
     def _divided(self, rule: Rule, free: int, jobs: list[Client]) -> list[int]:
         """The bytes of each of ``jobs`` by ``rule`` if ``free`` bytes of our device are for budgets. Other devices have
@@ -180,9 +180,9 @@ class CapacityLedger:
         self.reserved = sum(max(client.grant, client.held) for client in self._here())
 
     def _needed(self) -> int:
-        """Bytes that objects in use take, and those that are waited for, which take no running job's least."""
+        """Bytes that objects in use take, and those that are waited for, which take no running job's minimum."""
         used = self.device_used - self.idle_bytes
-        running = sum(client.least for client in self._here() if client.grant or client.held)
+        running = sum(client.minimum for client in self._here() if client.grant or client.held)
         return used + max(0, min(self.demand, self.limits.device - self.first_class - used - running))
 
     def _ideal(self) -> int:

@@ -225,22 +225,24 @@ class Store:
         """Return when the store has answered."""
         self._channel.ask(Request(Opcode.PING))
 
-    def wanted(self, least: int, wish: int, devices: Collection[int] = (0,), run: int = 0) -> None:
-        """This process wants a budget of device memory of at least ``least`` bytes and at most ``wish`` on each of
+    def wanted(self, minimum: int, max_useful: int, devices: Collection[int] = (0,), run: int = 0) -> None:
+        """This process wants a budget of device memory of ``minimum`` to ``max_useful`` bytes on each of
         ``devices``; both 0: none any more. ``granted`` says what it gets on each, now and later. ``run``: a number that
-        processes have in common which wait for each other in each step: all of them get their leasts, or none."""
-        for key, value in (("least", least), ("wish", wish)):
+        processes have in common which wait for each other in each step: all of them get their minimums, or none."""
+        for key, value in (("minimum", minimum), ("max_useful", max_useful)):
             if not 0 <= value <= MAX_AMOUNT:
                 raise ConfigError(f"{key}: {value} is not a number of bytes")
-        if wish < least:
-            raise ConfigError(f"wish: {wish} is less than the least, {least}")
+        if max_useful < minimum:
+            raise ConfigError(f"max_useful: {max_useful} is less than the minimum, {minimum}")
         if not devices or not all(0 <= device < MAX_DEVICES for device in devices):
             raise ConfigError(
                 f"devices: {list(devices)}: a store counts devices from 0 to {MAX_DEVICES - 1}, name some"
             )
         if not 0 <= run <= MAX_AMOUNT:
             raise ConfigError(f"run: {run} is not a number from 0 to {MAX_AMOUNT}")
-        request = Request(Opcode.WANT, amount=least, wish=wish, object=mask_of(devices), shape=(run,) if run else ())
+        request = Request(
+            Opcode.WANT, amount=minimum, max_useful=max_useful, object=mask_of(devices), shape=(run,) if run else ()
+        )
         _reply, file = self._channel.ask(request)
         if file is not None:
             try:
@@ -260,7 +262,7 @@ class Store:
         view = self._view
         if view is None:
             self._channel.check()
-            raise StoreError("granted: nothing was wanted; call wanted(least, wish) first")
+            raise StoreError("granted: nothing was wanted; call wanted(minimum, max_useful) first")
         if view.silent:
             self._channel.alive()
         self._channel.check()

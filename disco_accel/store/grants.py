@@ -1,6 +1,6 @@
 """How one amount of memory is divided among jobs that share it: pure policy, no input or output.
 
-Each job is granted its least in order of arrival, then shares grow evenly up to the most that a job can use. Memory
+Each job is granted its minimum in order of arrival, the rest max-min fairly, up to the most that each can use. Memory
 that a job has to give back is granted to others once it is free, so that no two jobs ever count on the same bytes.
 """
 
@@ -14,38 +14,38 @@ from dataclasses import dataclass, replace
 class Job:
     """One job's part in the division, all in bytes.
 
-    ``least``: with less it cannot run at all. ``wish``: with more it is no faster. ``quota``: it never gets more; None:
-    as much as there is. ``held``: bytes that it has allocated now, or has claimed.
+    ``minimum``: with less it cannot run at all. ``max_useful``: with more it is no faster. ``quota``: it never gets
+    more; None: as much as there is. ``held``: bytes that it has allocated now, or has claimed.
     """
 
-    least: int
-    wish: int
+    minimum: int
+    max_useful: int
     quota: int | None = None
     held: int = 0
 
     @property
     def most(self) -> int:
-        """The largest useful share: never less than ``least`` unless the quota says so."""
-        useful = max(self.least, self.wish)
+        """The largest useful share: never less than ``minimum`` unless the quota says so."""
+        useful = max(self.minimum, self.max_useful)
         return useful if self.quota is None else min(useful, self.quota)
 
 
 def shares(total: int, jobs: Sequence[Job]) -> list[int]:
     """The share of ``total`` bytes of each of ``jobs``, in order of arrival, once none holds more than its share.
 
-    A job whose least does not fit beside the leasts of earlier ones waits with 0, and no job that holds nothing yet
+    A job whose minimum does not fit beside the minimums of earlier ones waits with 0, and no job that holds nothing yet
     overtakes it: so a large job gets its turn when jobs before it end, however many small ones come. Others get as much
     more as max-min fairness gives: no share grows at the cost of a smaller one.
     """
     low, high = [0] * len(jobs), [0] * len(jobs)
     left, waiting = max(0, total), False
     for number, job in enumerate(jobs):
-        if job.least > job.most:
+        if job.minimum > job.most:
             # Its quota forbids it to run, which no other job's end will change: nobody waits behind it.
             continue
-        if job.least <= left and (not waiting or job.held):
-            low[number], high[number] = job.least, job.most
-            left -= job.least
+        if job.minimum <= left and (not waiting or job.held):
+            low[number], high[number] = job.minimum, job.most
+            left -= job.minimum
         else:
             waiting = True
     return _filled(left, low, high)
@@ -56,7 +56,7 @@ def divide(total: int, jobs: Sequence[Job]) -> list[int]:
     others hold more than theirs. A job that holds more than its grant gives it back at the end of its step.
 
     The sum is at most ``total``; so is the sum of the larger of each grant and the bytes held, unless jobs hold
-    more than ``total`` already. A grant is 0 or at least the job's least.
+    more than ``total`` already. A grant is 0 or at least the job's minimum.
     """
     ends = shares(total, jobs)
     left = max(0, total - sum(job.held for job in jobs))
@@ -64,11 +64,11 @@ def divide(total: int, jobs: Sequence[Job]) -> list[int]:
     for number, (job, end) in enumerate(zip(jobs, ends, strict=True)):
         if job.held >= end:
             low[number] = high[number] = end
-        elif job.held >= job.least:
+        elif job.held >= job.minimum:
             low[number], high[number] = job.held, end
-        elif job.least - job.held <= left:
-            left -= job.least - job.held
-            low[number], high[number] = job.least, end
+        elif job.minimum - job.held <= left:
+            left -= job.minimum - job.held
+            low[number], high[number] = job.minimum, end
     return _filled(left, low, high)
 
 
@@ -118,11 +118,11 @@ def runs_that_fit(
         return list(jobs)
     left, lacking, fitting = dict(totals), set[int](), list(jobs)
     for of_run in members.values():
-        possible = all(jobs[n].least <= jobs[n].most for n in of_run)
+        possible = all(jobs[n].minimum <= jobs[n].most for n in of_run)
         needs = {device: 0 for n in of_run for device in devices[n]}
         for n in of_run:
             for device in devices[n]:
-                needs[device] += jobs[n].least
+                needs[device] += jobs[n].minimum
         short = {device for device, need in needs.items() if need > left[device]}
         overtakes = not lacking.isdisjoint(needs) and not any(jobs[n].held for n in of_run)
         if possible and not short and not overtakes:

@@ -19,7 +19,7 @@ from disco_accel.errors import StoreError
 VERSION = 1
 """Of both structs, their first byte. Another version is refused."""
 REQUEST = struct.Struct("<BBHIqQqBB6x8q")
-"""version, opcode, device, number, amount, object, wish, dtype, dimensions, 6 zero bytes, shape: 104 bytes."""
+"""version, opcode, device, number, amount, object, max_useful, dtype, dimensions, 6 zero bytes, shape: 104 bytes."""
 REPLY = struct.Struct("<BBHIqQBB6x8q192s")
 """version, status, device, number, amount, object, dtype, dimensions, 6 zero bytes, shape or figures, text: 288
 bytes."""
@@ -58,7 +58,7 @@ class Opcode(IntEnum):
     STATS = 8
     """The page ``amount`` of figures. The reply's ``amount`` is the number of pages."""
     WANT = 9
-    """A budget of at least ``amount`` and at most ``wish`` bytes of device memory; both 0: none any more. ``object``:
+    """A budget of ``amount`` to ``max_useful`` bytes of device memory; both 0: none any more. ``object``:
     a bit for each device, from the lowest on, that it is of, as much on each; 0 for the first one alone. ``shape``:
     one number, of the run of which this process is one, or none. A descriptor of the grant page comes beside the
     reply."""
@@ -133,16 +133,16 @@ class Request(NamedTuple):
     device: int = 0
     amount: int = 0
     object: int = 0
-    wish: int = 0
+    max_useful: int = 0
     dtype: int = 0
     shape: tuple[int, ...] = ()
 
     def pack(self, number: int | None = None) -> bytes:
         """The bytes on the wire; with another ``number`` where one is given."""
-        opcode, own, device, amount, name, wish, dtype, shape = self
+        opcode, own, device, amount, name, max_useful, dtype, shape = self
         number = own if number is None else number
         sizes = shape + _NO_SHAPE[len(shape) :]
-        return REQUEST.pack(VERSION, opcode, device, number, amount, name, wish, dtype, len(shape), *sizes)
+        return REQUEST.pack(VERSION, opcode, device, number, amount, name, max_useful, dtype, len(shape), *sizes)
 
 
 class Reply(NamedTuple):
@@ -176,7 +176,7 @@ def parse_request(data: bytes) -> Request:
     """The request in ``data``, each field within its bounds. Raises Malformed, naming the field."""
     if len(data) != REQUEST.size:
         raise Malformed(f"a request has {REQUEST.size} bytes, not {len(data)}")
-    version, opcode, device, number, amount, name, wish, dtype, dimensions, *sizes = REQUEST.unpack(data)
+    version, opcode, device, number, amount, name, max_useful, dtype, dimensions, *sizes = REQUEST.unpack(data)
     if version != VERSION:
         raise Malformed(f"version {version} of messages: this store speaks {VERSION}", number)
     use = _USES.get(opcode)
@@ -188,7 +188,7 @@ def parse_request(data: bytes) -> Request:
         raise Malformed(f"{dimensions} dimensions: at most {MAX_DIMENSIONS}", number)
     if any(sizes[dimensions:]):
         raise Malformed("sizes behind the last dimension are not 0", number)
-    request = Request(use.opcode, number, device, amount, name, wish, dtype, tuple(sizes[:dimensions]))
+    request = Request(use.opcode, number, device, amount, name, max_useful, dtype, tuple(sizes[:dimensions]))
     _check(request, use)
     return request
 
@@ -200,7 +200,7 @@ _STATUSES = tuple(ReplyStatus)
 
 class _Use(NamedTuple):
     """The use of fields by ``opcode``; one that it does not use is 0. ``low``, ``high``: bounds of its amount.
-    ``devices``: numbers of devices are smaller. ``wishes``: the wish is at least the amount. ``has_label``: the
+    ``devices``: numbers of devices are smaller. ``has_max_useful``: it is at least the amount. ``has_label``: the
     place of the shape has text. ``names_devices``: the place of the object has bits of devices, that of
     the shape the number of a run or nothing."""
 
@@ -209,7 +209,7 @@ class _Use(NamedTuple):
     high: int = 0
     names_object: bool = False
     devices: int = 1
-    wishes: bool = False
+    has_max_useful: bool = False
     has_shape: bool = False
     has_label: bool = False
     names_devices: bool = False
@@ -227,7 +227,7 @@ _USES = {
         _Use(Opcode.RELEASE, names_object=True),
         _Use(Opcode.PREFETCH, names_object=True),
         _Use(Opcode.STATS, 0, 1 << 20),
-        _Use(Opcode.WANT, 0, MAX_AMOUNT, wishes=True, names_devices=True),
+        _Use(Opcode.WANT, 0, MAX_AMOUNT, has_max_useful=True, names_devices=True),
         _Use(Opcode.HELD, 0, MAX_AMOUNT),
         _Use(Opcode.LABEL, has_label=True),
         _Use(Opcode.FIRST_CLASS, -MAX_AMOUNT, MAX_AMOUNT, devices=MAX_DEVICES),
@@ -237,14 +237,14 @@ _USES = {
 
 def _check(request: Request, use: _Use) -> None:
     """Raise Malformed where a field that the opcode uses is out of bounds, or one that it does not use is not 0."""
-    opcode, number, device, amount, name, wish, dtype, shape = request
-    _opcode, low, high, names_object, devices, wishes, has_shape, has_label, names_devices = use
+    opcode, number, device, amount, name, max_useful, dtype, shape = request
+    _opcode, low, high, names_object, devices, has_max_useful, has_shape, has_label, names_devices = use
     if not low <= amount <= high:
         raise Malformed(f"{opcode.name}: amount {amount} is not in [{low}, {high}]", number)
     if not names_devices and names_object != (name != 0):
         raise Malformed(f"{opcode.name}: object {name}", number)
-    if (wish and not wishes) or (wishes and not amount <= wish <= MAX_AMOUNT):
-        raise Malformed(f"{opcode.name}: wish {wish} is less than the least, or too much", number)
+    if (max_useful and not has_max_useful) or (has_max_useful and not amount <= max_useful <= MAX_AMOUNT):
+        raise Malformed(f"{opcode.name}: max_useful {max_useful} is less than the minimum, or too much", number)
     if device >= devices:
         raise Malformed(f"{opcode.name}: no device {device}", number)
     if has_shape:

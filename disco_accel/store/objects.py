@@ -23,8 +23,8 @@ class Client:
     owned: dict[int, Object] = field(default_factory=dict)
     leases: dict[Object, int] = field(default_factory=dict)
     nbytes: int = 0
-    least: int = 0
-    wish: int = 0
+    minimum: int = 0
+    max_useful: int = 0
     grant: int = 0
     held: int = 0
     first_class: dict[int, int] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Client:
     @property
     def has_job(self) -> bool:
         """Whether it wants a budget, or still holds one."""
-        return bool(self.least or self.wish or self.held)
+        return bool(self.minimum or self.max_useful or self.held)
 
 
 @dataclass(eq=False, slots=True)

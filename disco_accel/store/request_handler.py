@@ -97,7 +97,7 @@ class RequestHandler:
             return Reply(_OK, request.number, pages, figures=figures, text=label)
         if opcode is _WANT:
             devices, run = devices_in(request.object), request.shape[0] if request.shape else 0
-            manager.ledger.want(client, request.amount, request.wish, devices, run)
+            manager.ledger.want(client, request.amount, request.max_useful, devices, run)
             manager.settle()
         elif opcode is Opcode.HELD:
             manager.ledger.hold(client, request.amount)
@@ -163,5 +163,5 @@ class RequestHandler:
 def _client(client: Client) -> tuple[int, ...]:
     return (
         *(client.pid, len(client.owned), client.nbytes, sum(client.leases.values()), client.grant, client.held),
-        *(sum(client.first_class.values()), client.least),
+        *(sum(client.first_class.values()), client.minimum),
     )

@@ -111,7 +111,7 @@ class StoreGrants(_SharedBudget):
         Raises StoreGone where no store listens, StoreError and ConfigError as ``Store.connect``."""
         super().__init__()
         self._devices, self._run = tuple(devices), run
-        self._least, self._wish, self._held, self._last = 0, 0, 0, 0
+        self._minimum, self._max_useful, self._held, self._last = 0, 0, 0, 0
 
     def granted(self) -> int:
         """Bytes that the job may hold now; without a store those of the last grant."""
@@ -136,10 +136,10 @@ class StoreGrants(_SharedBudget):
         except StoreGone:
             return None
 
-    def want(self, least: int, wish: int) -> None:
+    def want(self, minimum: int, max_useful: int) -> None:
         """As ``GrantSource.want``."""
         with self._lock:
-            self._least, self._wish = least, wish
+            self._minimum, self._max_useful = minimum, max_useful
             self._send(self._tell_wanted)
 
     def hold(self, nbytes: int) -> None:
@@ -149,7 +149,7 @@ class StoreGrants(_SharedBudget):
             self._send(self._tell_held)
 
     def _tell_wanted(self, store: Store) -> None:
-        store.wanted(self._least, self._wish, self._devices, self._run)
+        store.wanted(self._minimum, self._max_useful, self._devices, self._run)
 
     def _tell_held(self, store: Store) -> None:
         store.held(self._held)

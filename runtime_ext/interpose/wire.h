@@ -15,7 +15,7 @@ struct Request {
   std::uint32_t number;
   std::int64_t amount;
   std::uint64_t object;
-  std::int64_t wish;
+  std::int64_t max_useful;
   std::uint8_t dtype, dimensions, zeros[6];
   std::int64_t shape[8];
 };

@@ -19,7 +19,7 @@ from disco_accel.graph.files import (
 )
 from disco_accel.graph.spaces import Space, SpaceKind
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind, with_at_least
-from disco_accel.graph.traits import BROUGHT, FOREIGN, FROZEN, LATE_FOREIGN, MADE_FOREIGN, RENEWED_STATE, STATE
+from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN, MADE_FOREIGN, PER_STEP, RENEWED_STATE, STATE
 from disco_accel.plan import make_plan
 from disco_accel.verify.static import verify
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_working_sets
@@ -107,7 +107,7 @@ def test_both_traits_survive_files(tmp_path: Path) -> None:
     verify(graph, plan)
     for traits in (MADE_FOREIGN, RENEWED_STATE):
         (vertex,) = (vertex for vertex in graph.vertices if vertex.traits == traits)
-        other = step(replace(vertex, traits=BROUGHT if traits == MADE_FOREIGN else STATE))
+        other = step(replace(vertex, traits=PER_STEP if traits == MADE_FOREIGN else STATE))
         assert fingerprint(other) != fingerprint(graph)
     task, mem, again = tmp_path / "task.json", tmp_path / "mem.json", tmp_path / "again.json"
     write_taskgraph(graph, task)

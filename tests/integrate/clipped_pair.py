@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from disco_accel import DiscoConfig, prepare, settle, stats
 from disco_accel.step.run.session import find_state
-from disco_accel.step.update.clipping import clip_grad_norm
+from disco_accel.step.update.planned_updates import clip_grad_norm
 from tests.integrate.fp32_copies import Copies, Net, adamw, batches
 from tests.integrate.fp32_copies import assert_same as assert_same_masters
 

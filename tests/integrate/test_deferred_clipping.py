@@ -11,9 +11,9 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from disco_accel import restore, settle, stats
-from disco_accel.step.gradients.wrapped_function import wrap
+from disco_accel.step.gradients.gradient_norms import wrap
 from disco_accel.step.run.session import find_state
-from disco_accel.step.update import master_state, pending_update, update_choice, update_pass
+from disco_accel.step.update import master_weights, pending_update, update_choice, update_pass
 from disco_accel.step.update.update_pass import Stage
 from disco_accel.step.update.updated_step import StepWithUpdate
 from tests.integrate.clipped_pair import LOW, Clip, Pair, backward, clip_left, gradients, same, to_low
@@ -119,7 +119,7 @@ def test_gradients_are_multiplied_before_others_read_or_write_them(pair: Pair, e
 @pytest.mark.parametrize("masters", ["script", "fp32"])
 def test_by_hand(monkeypatch: pytest.MonkeyPatch, masters: str) -> None:
     """Where no plan does the update, pieces are multiplied too, and behind it the gradients that are still there."""
-    for module in (pending_update, master_state):
+    for module in (pending_update, master_weights):
         monkeypatch.setattr(module, "PIECE_BY_HAND", 128)
     pair = Pair(torch.bfloat16, master_weights=masters)
     for model, optimizer in pair.both:

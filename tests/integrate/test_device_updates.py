@@ -168,14 +168,14 @@ def test_the_faster_place_is_chosen_weight_by_weight() -> None:
     chosen = {}
     for name, bandwidth in (("slow", 1e3), ("fast", 1e12)):
         link = Link(bandwidth, 0.0)
-        first, *_ = updates.choices("auto", Machine(links={TO_DEVICE: link, TO_HOST: link}))
-        chosen[name] = len(first.on_device)
-    assert chosen["slow"] == 0 and len(updates.choices("device", Machine())[0].on_device) == len(weights)
+        (first, _), *_ = updates.choices("auto", Machine(links={TO_DEVICE: link, TO_HOST: link}))
+        chosen[name] = len(first)
+    assert chosen["slow"] == 0 and len(updates.choices("device", Machine())[0][0]) == len(weights)
     for key, record in list(updates._known.items()):
         on_host, _ = key
         updates._known[key] = replace(record, seconds=record.seconds * (100 if on_host else 1))
-    first, *_ = updates.choices("auto", Machine(links={TO_DEVICE: Link(1e12, 0.0), TO_HOST: Link(1e12, 0.0)}))
-    assert len(first.on_device) > len(weights) // 2
+    (first, _), *_ = updates.choices("auto", Machine(links={TO_DEVICE: Link(1e12, 0.0), TO_HOST: Link(1e12, 0.0)}))
+    assert len(first) > len(weights) // 2
 
 
 def test_that_nothing_has_room_on_the_device_is_told(

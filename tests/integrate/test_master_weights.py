@@ -15,7 +15,7 @@ import torch.distributed as dist
 from disco_accel import prepare, settle, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
 from disco_accel.step.run.session import find_state
-from disco_accel.step.update import master_state, pending_update, update_pass
+from disco_accel.step.update import master_weights, pending_update, update_pass
 from disco_accel.step.update.updated_step import StepWithUpdate
 from tests.integrate.fp32_copies import (
     UPDATES,
@@ -42,7 +42,7 @@ def test_bits_of_a_script_that_keeps_copies(
 ) -> None:
     """Accumulation, clipping, warm-up; tied embeddings in GPT-2; updates in several pieces."""
     monkeypatch.setattr(pending_update, "PIECE_BY_HAND", 1 << 8)
-    monkeypatch.setattr(master_state, "PIECE_BY_HAND", 1 << 8)
+    monkeypatch.setattr(master_weights, "PIECE_BY_HAND", 1 << 8)
     monkeypatch.setattr(update_pass, "PIECE", 1 << 8)
     model, twin = family_full(family, dtype=dtype), Copies(family_full(family, dtype=dtype))
     prepare(model, config(update))

@@ -45,7 +45,7 @@ class Granted:
     def hold(self, nbytes):
         self.compute("disco-grant")
 
-    def want(self, least, wish):
+    def want(self, minimum, max_useful):
         self.compute("disco-plans")
 
     def compute(self, name):

@@ -17,8 +17,8 @@ from disco_accel import DiscoConfig, prefill, prepare, restore
 from disco_accel.native import file_arena
 from disco_accel.native.file_arena import FileArena
 from disco_accel.step.placement import model_placement as placements
+from disco_accel.step.placement.distributed import FrozenSharing
 from disco_accel.step.placement.model_placement import Placement
-from disco_accel.step.placement.shared_frozen import FrozenSharing
 from disco_accel.step.run.session import find_state
 from tests.integrate.twins import SMALL, assert_same, assert_same_step, batch, config, step
 from tests.support.models import tiny_lora

@@ -13,7 +13,7 @@ from disco_accel.graph.carried_values import taskgraph_of
 from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.spaces import TO_DEVICE, TO_HOST, Space
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
-from disco_accel.graph.traits import BROUGHT, FROZEN, LATE
+from disco_accel.graph.traits import FROZEN, LATE, PER_STEP
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound.device_facts import DeviceFacts
 from disco_accel.plan.bound.lower_bound import bound_of
@@ -61,7 +61,7 @@ def test_what_follows_the_gate_takes_turns_behind_all_that_comes_before() -> Non
     assert bound_of(graph, MACHINE).bound == pytest.approx(5.0)
     both = replace(MACHINE, compute_streams=2)
     assert bound_of(graph, both).bound == pytest.approx(4.0)
-    early = replace(graph, vertices=(*vertices[:2], replace(vertices[2], traits=BROUGHT), *vertices[3:]))
+    early = replace(graph, vertices=(*vertices[:2], replace(vertices[2], traits=PER_STEP), *vertices[3:]))
     assert bound_of(early, MACHINE).bound == pytest.approx(3.0)
 
 

@@ -95,11 +95,11 @@ def test_a_plan_for_a_larger_budget_is_made_while_steps_go_on_by_the_old_one(pla
 def test_random_moves_before_each_of_thirty_steps_leave_bits_and_hold_the_budget() -> None:
     model, eager = twins()
     both(model, eager, 0)
-    least, chance = needed(model), random.Random(0)
+    minimum, chance = needed(model), random.Random(0)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, eager)]
     moves = set()
     for seed in range(30):
-        budget = chance.randint(least, 2 * least)
+        budget = chance.randint(minimum, 2 * minimum)
         set_memory_budget(model, budget)
         both(model, eager, seed)
         assert arena(model) + session_of(model).memory.current.budget.outside <= budget
@@ -215,14 +215,14 @@ def test_a_lora_model_and_its_prompts_follow() -> None:
 def test_a_budget_that_is_too_small_names_the_one_that_does() -> None:
     model, eager = twins()
     both(model, eager, 0)
-    least = needed(model)
-    set_memory_budget(model, least - 1)
-    with pytest.raises(BudgetTooSmall, match=f"at least {least} bytes"):
+    minimum = needed(model)
+    set_memory_budget(model, minimum - 1)
+    with pytest.raises(BudgetTooSmall, match=f"at least {minimum} bytes"):
         model(batch(0))
     assert arena(model) == 0
-    set_memory_budget(model, least)
+    set_memory_budget(model, minimum)
     both(model, eager, 1)
-    assert arena(model) <= least
+    assert arena(model) <= minimum
 
 
 def test_the_budget_of_a_model_that_is_not_prepared_cannot_be_set() -> None:
@@ -232,7 +232,7 @@ def test_the_budget_of_a_model_that_is_not_prepared_cannot_be_set() -> None:
     for wrong in ("shared", "some", 0, -1, True, 1 << 60):
         with pytest.raises(ConfigError, match="memory_budget"):
             set_memory_budget(model, wrong)
-    assert session_of(model).budgets.grant.source.granted() == LARGE
+    assert session_of(model).budgets.grant.granted() == LARGE
 
 
 def test_a_planning_process_that_dies_is_told_and_steps_go_on(
@@ -264,10 +264,13 @@ def test_restore_ends_the_making_of_plans(planned_here: Callable[[], None]) -> N
 
 
 def test_a_grant_that_shrinks_while_it_is_claimed_is_not_used() -> None:
-    class Withdrawing(grant_source.GivenBudget):
+    class Withdrawing(grant_source.GrantSource):
         """Grants less as soon as it hears that all of it is about to be used, once."""
 
-        withdrawn = 0
+        nbytes, withdrawn = LARGE, 0
+
+        def granted(self) -> int:
+            return self.nbytes
 
         def hold(self, nbytes: int) -> None:
             if nbytes > SMALL:
@@ -275,7 +278,7 @@ def test_a_grant_that_shrinks_while_it_is_claimed_is_not_used() -> None:
 
     model, eager = twins()
     budgets = session_of(model).budgets
-    budgets.grant.source, budgets.grant.moving = Withdrawing(LARGE), True
+    budgets.grant.source, budgets.grant.moving = Withdrawing(), True
     both(model, eager, 0)
     assert 0 < arena(model) <= SMALL and budgets.grant.source.withdrawn == 1
     both(model, eager, 1)

@@ -48,8 +48,8 @@ def test_several_devices_take_what_is_granted_on_each(ledger: Path) -> None:
     model, eager = twins("shared", devices=2, parallel="layers")
     both(model, eager, 0)
     assert len(session_of(model).memory.arenas) == 2
-    watch, least = FileLedger(ledger), SMALL // 2
-    for seed, total in enumerate((least, LARGE, least, LARGE), 1):
+    watch, minimum = FileLedger(ledger), SMALL // 2
+    for seed, total in enumerate((minimum, LARGE, minimum, LARGE), 1):
         watch.set_total(total)
         until(lambda total=total: session_of(model).budgets.grant.source.granted() <= total)
         both(model, eager, seed)
@@ -74,7 +74,7 @@ def test_two_models_share_and_hold_no_byte_twice(ledger: Path) -> None:
         assert arena(model) > 0
     budgets = session_of(first).budgets
     until(lambda: budgets.plan_sets.maker.idle)
-    assert len(stats(first)["budget_plans"]) >= 3, "plans between the least and the largest useful budget are kept"
+    assert len(stats(first)["budget_plans"]) >= 3, "plans between the minimum and the largest useful budget are kept"
     restore(second)
     source = budgets.grant.source
     assert isinstance(source, FileLedger) and sum(watch.held()) == budgets.grant.held
@@ -164,7 +164,7 @@ def test_a_model_that_is_dropped_leaves_its_grant_to_others(ledger: Path) -> Non
 
 @pytest.mark.long
 def test_a_job_whose_need_ends_leaves_memory_to_the_other(ledger: Path) -> None:
-    """What it wishes for is what its recent steps could use, not what an earlier one could."""
+    """It asks for the most that its recent steps could use, not for the most of an earlier one."""
     model, eager = twins("shared")
     for _ in range(2):
         for rows in (8, 48):
@@ -174,9 +174,9 @@ def test_a_job_whose_need_ends_leaves_memory_to_the_other(ledger: Path) -> None:
             assert torch.equal(*losses)
     budgets = session_of(model).budgets
     until(lambda: budgets.plan_sets.maker.idle)
-    wishes = []
+    asked = []
     for rows in (48, 8, 8, 8, 8, 8, 48):
         model(batch(rows, rows)).backward()
-        wishes.append(budgets.grant.max_useful)
-    assert wishes[0] == wishes[3] > wishes[5] < wishes[6]
+        asked.append(budgets.grant.max_useful)
+    assert asked[0] == asked[3] > asked[5] < asked[6]
     restore(model)

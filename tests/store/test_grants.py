@@ -27,9 +27,9 @@ def test_no_byte_is_granted_twice_even_while_jobs_come_down(total: int, jobs: li
 
 
 @given(SIZES, JOBS)
-def test_a_grant_is_zero_or_between_least_and_what_is_useful(total: int, jobs: list[Job]) -> None:
+def test_a_grant_is_zero_or_between_its_minimum_and_what_is_useful(total: int, jobs: list[Job]) -> None:
     for job, grant, end in zip(jobs, divide(total, jobs), shares(total, jobs), strict=True):
-        assert grant == 0 or job.least <= grant <= job.most
+        assert grant == 0 or job.minimum <= grant <= job.most
         assert grant <= end
 
 
@@ -38,7 +38,7 @@ def test_grants_become_the_shares_when_jobs_follow_them(total: int, jobs: list[J
     """Each takes what it is granted; two rounds are enough, as all that must come down has done so after one."""
     assume(sum(job.held for job in jobs) <= total)
     # Jobs that wait behind others are told apart by what they hold, which following changes: admit all or none.
-    assume(sum(job.least for job in jobs) <= total)
+    assume(sum(job.minimum for job in jobs) <= total)
     ends = shares(total, jobs)
     for _ in range(2):
         jobs = [replace(job, held=grant) for job, grant in zip(jobs, divide(total, jobs), strict=True)]
@@ -47,14 +47,14 @@ def test_grants_become_the_shares_when_jobs_follow_them(total: int, jobs: list[J
 
 @given(SIZES, JOBS)
 def test_shares_are_max_min_fair(total: int, jobs: list[Job]) -> None:
-    """Whoever could use more has at most one byte less than anybody who has more than the least they need."""
+    """Whoever could use more has at most one byte less than anybody who has more than the minimum they need."""
     jobs = at_rest(jobs)
     ends = shares(total, jobs)
     for job, end in zip(jobs, ends, strict=True):
-        if job.least <= end < job.most and end:
+        if job.minimum <= end < job.most and end:
             for other, more in zip(jobs, ends, strict=True):
-                assert more <= max(end + 1, other.least)
-    running = [(job, end) for job, end in zip(jobs, ends, strict=True) if end >= max(job.least, 1)]
+                assert more <= max(end + 1, other.minimum)
+    running = [(job, end) for job, end in zip(jobs, ends, strict=True) if end >= max(job.minimum, 1)]
     if any(end < job.most for job, end in running):
         assert sum(ends) == total, "memory lies idle that a job could use"
 
@@ -78,7 +78,7 @@ def test_coming_down_takes_nothing_from_others(total: int, jobs: list[Job], whic
     low = [*jobs[:which], replace(jobs[which], held=end), *jobs[which + 1 :]]
     if end:
         for number, (a, b) in enumerate(zip(divide(total, low), divide(total, high), strict=True)):
-            assert a >= min(b, max(jobs[number].least, jobs[number].held))
+            assert a >= min(b, max(jobs[number].minimum, jobs[number].held))
 
 
 def test_small_jobs_do_not_overtake_a_large_one_that_waits() -> None:
@@ -87,11 +87,11 @@ def test_small_jobs_do_not_overtake_a_large_one_that_waits() -> None:
     assert divide(100, [large, Job(10, 10), Job(10, 10)]) == [50, 10, 10]
 
 
-def test_a_quota_below_its_least_stops_a_job_and_nobody_behind_it() -> None:
+def test_a_quota_below_its_minimum_stops_a_job_and_nobody_behind_it() -> None:
     assert divide(100, [Job(60, 80, quota=50), Job(70, 70)]) == [0, 70]
 
 
-def test_a_quota_leaves_room_for_the_least_of_others() -> None:
+def test_a_quota_leaves_room_for_the_minimum_of_others() -> None:
     assert divide(100, [Job(10, 500, quota=70), Job(30, 30)]) == [70, 30]
 
 
@@ -122,7 +122,7 @@ def test_a_job_of_several_devices_has_as_much_on_each_as_the_tightest_leaves(
         if sum(jobs[n].held for n in there) <= total:
             assert sum(max(jobs[n].held, granted[n]) for n in there) <= total
     for job, grant in zip(jobs, granted, strict=True):
-        assert grant == 0 or job.least <= grant <= job.most
+        assert grant == 0 or job.minimum <= grant <= job.most
 
 
 @given(SIZES, JOBS)
@@ -132,14 +132,14 @@ def test_one_device_is_divided_as_by_the_rule_alone(total: int, jobs: list[Job])
 
 
 def test_what_a_job_cannot_use_because_of_another_device_goes_to_others() -> None:
-    both, first = Job(least=10, wish=100), Job(least=10, wish=100)
+    both, first = Job(minimum=10, max_useful=100), Job(minimum=10, max_useful=100)
     assert on_devices(divide, {0: 100, 1: 30}, [both, first], [{0, 1}, {0}]) == [30, 70]
     # One that has no place on its second device keeps nobody from the first.
     assert on_devices(divide, {0: 100, 1: 5}, [both, first], [{0, 1}, {0}]) == [0, 100]
 
 
 @given(st.tuples(SIZES, SIZES, SIZES), JOBS, st.data())
-def test_a_run_has_the_leasts_of_all_its_jobs_or_nothing(
+def test_a_run_has_the_minimums_of_all_its_jobs_or_nothing(
     totals: tuple[int, int, int], jobs: list[Job], data: st.DataObject
 ) -> None:
     of, runs = [data.draw(DEVICES) for _ in jobs], [data.draw(st.integers(0, 3)) for _ in jobs]
@@ -147,15 +147,15 @@ def test_a_run_has_the_leasts_of_all_its_jobs_or_nothing(
     fitting = runs_that_fit(there, at_rest(jobs), of, runs)
     granted = on_devices(divide, there, fitting, of)
     for run in {*runs} - {0}:
-        members = [n for n, each in enumerate(runs) if each == run and jobs[n].least]
-        whole = all(granted[n] >= jobs[n].least for n in members)
+        members = [n for n, each in enumerate(runs) if each == run and jobs[n].minimum]
+        whole = all(granted[n] >= jobs[n].minimum for n in members)
         assert whole or not any(granted[n] for n in members)
     assert runs_that_fit(there, jobs, of, [0] * len(jobs)) == jobs
 
 
 def test_two_runs_of_two_never_wait_for_each_other() -> None:
-    """Without runs the first of each would hold its least, and wait for the second."""
-    jobs, devices = [Job(least=40, wish=40)] * 4, [{0}] * 4
+    """Without runs the first of each would hold its minimum, and wait for the second."""
+    jobs, devices = [Job(minimum=40, max_useful=40)] * 4, [{0}] * 4
     runs = [1, 2, 1, 2]
     assert divide(100, jobs) == [40, 40, 0, 0]
     assert on_devices(divide, {0: 100}, runs_that_fit({0: 100}, jobs, devices, runs), devices) == [40, 0, 40, 0]

@@ -89,7 +89,7 @@ def test_objects_in_use_are_taken_off_what_is_granted_and_idle_ones_leave(tmp_pa
 
 
 def test_an_object_that_is_needed_has_a_budget_come_down_first(tmp_path: Path) -> None:
-    """Within its job's least, of course."""
+    """Within its job's minimum, of course."""
     with serving(tmp_path) as server, Store.connect(server.path) as job, Store.connect(server.path) as store:
         job.wanted(6 * MIB, 8 * MIB)
         job.held(8 * MIB)
@@ -109,9 +109,9 @@ def test_an_object_that_is_needed_has_a_budget_come_down_first(tmp_path: Path) -
 def test_what_is_wanted_is_checked(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         store = Store.connect(server.path)
-        for least, wish, says in ((-1, 1, "least"), (2, 1, "wish"), (0, 1 << 63, "wish")):
+        for minimum, max_useful, says in ((-1, 1, "minimum"), (2, 1, "max_useful"), (0, 1 << 63, "max_useful")):
             with pytest.raises(ConfigError, match=says):
-                store.wanted(least, wish)
+                store.wanted(minimum, max_useful)
         with pytest.raises(ConfigError, match="held"):
             store.held(-1)
         store.wanted(0, 1)

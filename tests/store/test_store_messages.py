@@ -34,7 +34,7 @@ VALID = {
     Opcode.RELEASE: Request(Opcode.RELEASE, 0, object=3),
     Opcode.PREFETCH: Request(Opcode.PREFETCH, 12, object=3),
     Opcode.STATS: Request(Opcode.STATS, 13, amount=2),
-    Opcode.WANT: Request(Opcode.WANT, 14, amount=5, wish=6),
+    Opcode.WANT: Request(Opcode.WANT, 14, amount=5, max_useful=6),
     Opcode.LABEL: Request(Opcode.LABEL, 15, shape=words_of("train-a.7_B")),
     Opcode.HELD: Request(Opcode.HELD, amount=5),
     Opcode.FIRST_CLASS: Request(Opcode.FIRST_CLASS, device=3, amount=-(1 << 40)),
@@ -46,7 +46,7 @@ def test_a_c_program_finds_each_field_at_its_offset() -> None:
     assert (REQUEST.size, REPLY.size) == (104, 288)
     data = Request(Opcode.FIRST_CLASS, 0x01020304, 5, -6, 0, 0).pack()
     assert struct.unpack_from("<BBHIq", data) == (1, 32, 5, 0x01020304, -6)
-    data = Request(Opcode.WANT, 1, amount=2, wish=3).pack()
+    data = Request(Opcode.WANT, 1, amount=2, max_useful=3).pack()
     assert struct.unpack_from("<qQqBB", data, 8) == (2, 0, 3, 0, 0)
     data = Reply(ReplyStatus.FULL, 9, 10, 11, 1, 8, 2, (12, 13, 0, 0, 0, 0, 0, 0), "why").pack()
     assert struct.unpack_from("<BBHIqQBB", data) == (1, 3, 1, 9, 10, 11, 8, 2)
@@ -76,7 +76,7 @@ def test_a_reply_comes_back_with_its_text_cut_between_characters() -> None:
         (Request(Opcode.GET, 1), "object 0"),
         (Request(Opcode.PING, 1, object=1), "object 1"),
         (Request(Opcode.PING, 1, shape=(1,)), "has no shape"),
-        (Request(Opcode.WANT, 1, amount=2, wish=1), "less than the least"),
+        (Request(Opcode.WANT, 1, amount=2, max_useful=1), "less than the minimum"),
         (Request(Opcode.HELD, amount=-1), "not in"),
         (Request(Opcode.FIRST_CLASS, device=64, amount=1), "no device 64"),
         (Request(Opcode.LABEL, 1), "no name"),

@@ -16,7 +16,7 @@ from disco_accel.store.grants import Job, divide
 MOST_JOBS = 16
 _TOTAL = struct.Struct("<q")
 _JOB = struct.Struct("<qqqqqq")
-"""Whether it is there, least, wish, quota (-1: none), held, granted: bytes."""
+"""Whether it is there, minimum, max_useful, quota (-1: none), held, granted: bytes."""
 
 
 class FileLedger:
@@ -50,17 +50,17 @@ class FileLedger:
     def most(self) -> None:
         """As ``GrantSource.most``: not told."""
 
-    def want(self, least: int, wish: int) -> None:
+    def want(self, minimum: int, max_useful: int) -> None:
         """As ``GrantSource.want``."""
         with self._locked():
             _, _, _, quota, held, granted = self._fields(self.job)
-            self._put(self.job, 1, least, wish, quota, held, granted)
+            self._put(self.job, 1, minimum, max_useful, quota, held, granted)
 
     def hold(self, nbytes: int) -> None:
         """As ``GrantSource.hold``."""
         with self._locked():
-            there, least, wish, quota, _, granted = self._fields(self.job)
-            self._put(self.job, there, least, wish, quota, nbytes, granted)
+            there, minimum, max_useful, quota, _, granted = self._fields(self.job)
+            self._put(self.job, there, minimum, max_useful, quota, nbytes, granted)
 
     def set_total(self, total: int) -> None:
         """From now on so many bytes are divided."""

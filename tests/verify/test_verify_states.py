@@ -15,7 +15,7 @@ from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.order import data_edges
 from disco_accel.graph.spaces import HOST, Space
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
-from disco_accel.graph.traits import BROUGHT, LATE, STATE
+from disco_accel.graph.traits import LATE, PER_STEP, STATE
 from disco_accel.verify.static import verify
 from tests.support.faults.state_faults import STATE_FAULTS, STATE_RUN_FAULTS
 from tests.support.oracles.adversary import run_reference
@@ -258,6 +258,6 @@ def test_versions_form_one_chain_of_equal_sizes() -> None:
     ):
         with pytest.raises(GraphFileError, match=message):
             check_taskgraph(replace(graph, vertices=vertices))
-    brought = replace(w, traits=BROUGHT)
+    brought = replace(w, traits=PER_STEP)
     check_taskgraph(replace(graph, vertices=(brought, k1, replace(k2, inputs=((1, 0), (0, 0))))))
     check_taskgraph(replace(graph, vertices=(replace(w, keep=True, out=True), k1, k2)))

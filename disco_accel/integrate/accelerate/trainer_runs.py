@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from disco_accel.step.run.session import Session, find_state
-from disco_accel.step.update.clipping import clip_grad_norm
-from disco_accel.step.update.settling_hooks import settles
+from disco_accel.step.update.pending_reads import settles
+from disco_accel.step.update.planned_updates import clip_grad_norm
 
 _OURS = ("transformers", "disco_accel")
 """Packages whose trainers and callbacks read no parameter between a step and the next forward."""
@@ -96,7 +96,7 @@ def _decide(trainer: Any) -> None:
             f"update: auto is step here: {reason} may read weights behind optimizer.step(); if it does not, update: "
             "deferred hides updates behind the next forward"
         )
-    state.updates.put_off(reason is None)
+    state.updates.set_deferring(reason is None)
 
 
 def _end(trainer: Any, error: BaseException | None = None) -> None:
@@ -106,7 +106,7 @@ def _end(trainer: Any, error: BaseException | None = None) -> None:
     if state is None:
         return
     try:
-        state.updates.put_off(False)
+        state.updates.set_deferring(False)
         state.updates.settle()
         state.updates.multiply_clipped()
     except Exception as other:

@@ -16,7 +16,7 @@ from disco_accel.capture.parts import run_first_forward_changes
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.hf.kv_cache import TracedCache, check_cache, fill, past_of, room_to_fill, windows_of
 from disco_accel.integrate.hf.tracing import hf_contexts
-from disco_accel.step.budget.retry_on_budget_change import retry_on_budget_change
+from disco_accel.step.budget.moving_budget import retry_on_budget_change
 from disco_accel.step.compile.budget_parts import leaving_bytes
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.conductor import CompileOptions, compile_forward

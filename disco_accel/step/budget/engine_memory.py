@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Hashable
-from typing import Protocol
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -19,47 +18,41 @@ PlanKey = tuple[Hashable, ...]
 """All that a plan depends on."""
 
 
-class Suspendable(Protocol):
-    """A step that runs, and that can give the engine up: it runs again from its inputs if its backward comes."""
-
-    def suspend(self) -> None:
-        """End the run."""
-
-
 class EngineMemory:
     """The arenas, the step that has them, and the step that runs. ``lock``: the session's."""
 
     def __init__(self, device: torch.device, gpus: tuple[int, ...], host_claims: HostClaims | None) -> None:
         """``gpus``: indices of the devices of a step, first that of ``device``; none on host devices.
-        ``host_claims`` tells a store what is held on the host, if one is to know."""
+        ``host_claims`` tells a store of memory held on the host, if one counts it."""
         self.device, self.gpus, self.host_claims = device, gpus, host_claims
         self.lock = threading.RLock()
         self.plans: dict[PlanKey, CompiledStep] = {}
         self.current: CompiledStep | None = None
         self.arenas: dict[int, torch.Tensor] = {}
         """By device of the plans, all of which share them."""
-        self._active: weakref.ref[Suspendable] | None = None
+        self._active: weakref.WeakMethod[Callable[[], None]] | None = None
+        """Ends the run of the pending step, which then runs again from its inputs if its backward comes."""
         self._engine_process: int | None = None
 
     def abandon_active(self) -> None:
-        """Let another run take the engine; the pending step reruns from its inputs if its backward comes."""
-        pending = self._active() if self._active is not None else None
-        if pending is not None:
-            pending.suspend()
+        """Let another run take the engine."""
+        suspend = self._active() if self._active is not None else None
+        if suspend is not None:
+            suspend()
         self._active = None
         # A step whose owner was interrupted, or freed by another thread, may still run.
         if self.current is not None and self.current.loaded is not None:
             self.current.executor.abandon()
 
-    def take_engine(self, pending: Suspendable) -> None:
-        """``pending`` runs from now on, in the place of any other step."""
+    def take_engine(self, suspend: Callable[[], None]) -> None:
+        """The step whose method ``suspend`` is runs from now on, in the place of any other."""
         self.abandon_active()
         # Weak: the autograd graph alone keeps a step alive, so that dropping the loss frees the engine.
-        self._active = weakref.ref(pending)
+        self._active = weakref.WeakMethod(suspend)
 
-    def release_engine(self, pending: Suspendable) -> None:
-        """``pending`` does not run any more."""
-        if self._active is not None and self._active() is pending:
+    def release_engine(self, suspend: Callable[[], None]) -> None:
+        """The step whose method ``suspend`` is does not run any more."""
+        if self._active is not None and self._active() == suspend:
             self._active = None
 
     def runs(self) -> bool:

@@ -19,44 +19,21 @@ class GrantSource(Protocol):
         """The most that there is for all jobs together; None: not known, or without a limit. May take a message."""
         ...
 
-    def want(self, least: int, wish: int) -> None:
-        """From now on the job cannot run with less than ``least`` bytes, and is no faster with more than ``wish``."""
+    def want(self, minimum: int, max_useful: int) -> None:
+        """Tell that the job needs ``minimum`` bytes from now on, and is no faster with more than ``max_useful``."""
         ...
 
     def hold(self, nbytes: int) -> None:
-        """The job has come down to ``nbytes``, or is about to take so many. Returns when they are counted: what
-        ``granted`` says then is for a job that holds them."""
+        """The job has shrunk to ``nbytes``, or is about to take so many. Returns when they are counted: ``granted``
+        tells from then on the bytes of a job that holds them."""
         ...
 
 
-class GivenBudget:
-    """A budget that the user sets: ``nbytes`` may be set again, in any thread, and holds from the next step on."""
+class GrantChanged(Exception):
+    """A grant changed between the choice of a plan and the allocation of its memory, or may rise soon: choose again,
+    after ``seconds`` at most, by which the step is shorter with ``total`` bytes."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def granted(self) -> int:
-        """As it was set last."""
-        return self.nbytes
-
-    def most(self) -> None:
-        """The user decides."""
-
-    def want(self, least: int, wish: int) -> None:
-        """Nobody decides by it."""
-
-    def hold(self, nbytes: int) -> None:
-        """Nobody waits for it."""
-
-
-class GrantWithdrawn(Exception):
-    """A grant shrank between the choice of a plan and the allocation of its memory: choose again."""
-
-
-class GrantRising(GrantWithdrawn):
-    """More has been asked for, and may come soon: with ``total`` bytes the step is ``seconds`` shorter."""
-
-    def __init__(self, seconds: float, total: int) -> None:
+    def __init__(self, seconds: float = 0.0, total: int = 0) -> None:
         super().__init__(seconds, total)
         self.seconds, self.total = seconds, total
 

@@ -1,36 +1,44 @@
 """The memory budget of one prepared model, which may move between its steps, and the plans that follow it.
 
-Within a step nothing moves. At the beginning of each the grant is looked at: a smaller one gives the arena back before
-the step chooses a plan that fits; a larger one changes nothing until a plan for it is there and worth its switch.
+Within a step nothing moves. Each step begins with a look at the grant. A smaller one gives the arena back before the
+step chooses a plan that fits; a larger one changes nothing until a plan for it is there and worth its switch.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.step.budget.engine_memory import EngineMemory
-from disco_accel.step.budget.grant import Grant
-from disco_accel.step.budget.grant_source import GrantSource
-from disco_accel.step.budget.grant_watch import leave, start_watch
+from disco_accel.step.budget.grant import POLL_SECONDS, Grant
+from disco_accel.step.budget.grant_source import GrantChanged, GrantSource
 from disco_accel.step.budget.plan_sets import PlanSets
+from disco_accel.threads import start_thread
+
+T = TypeVar("T")
 
 
 class MovingBudget:
     """``grant``: how much there is; ``plan_sets``: the plans to choose from."""
 
-    def __init__(self, memory: EngineMemory, source: GrantSource, most: int, host_memory: int) -> None:
-        """``most``: bytes of the device that one job may ever want. ``host_memory``: for training on the host."""
+    def __init__(self, memory: EngineMemory, source: GrantSource | None, most: int, host_memory: int) -> None:
+        """``source``, ``most``: as of ``Grant``. ``host_memory``: for training on the host."""
         self._memory, self._process = memory, os.getpid()
         self.grant = Grant(source, most)
         self.plan_sets = PlanSets(memory.plans, self.grant, host_memory)
-        self._stop = start_watch(self, source) if self.grant.shared else None
+        self._stop: threading.Event | None = None
+        if source is not None:
+            self._stop = stop = threading.Event()
+            start_thread(_watch, weakref.ref(self), source, stop, name="disco-grant", stop=stop.set)
 
     def follow(self) -> None:
         """Go by the grant as it is now. Between steps, under the session's lock."""
-        granted = self.grant.source.granted()
+        granted = self.grant.granted()
         if granted == self.grant.total:
             return
         before, self.grant.total = self.grant.total, granted
@@ -41,7 +49,7 @@ class MovingBudget:
 
     def follow_if_changed(self) -> None:
         """Between two steps, not under the session's lock: as ``follow``."""
-        if not self.grant.unchanged():
+        if self.grant.granted() != self.grant.total:
             with self._memory.lock:
                 self.follow()
 
@@ -89,10 +97,10 @@ class MovingBudget:
         if os.getpid() != self._process:
             return
         self.plan_sets.maker.stop()
-        if self._stop is not None:
+        if self._stop is not None and self.grant.source is not None:
             self._stop.set()
             self.grant.held = 0
-            leave(self.grant.source)
+            _leave(self.grant.source)
 
     def stats(self) -> dict[str, Any]:
         """As of the grant, and budgets that have plans; empty where nothing but the config decides."""
@@ -101,3 +109,42 @@ class MovingBudget:
         return self.grant.stats() | {
             "budget_plans": sorted({total for plan_set in self.plan_sets.all() for total in plan_set.totals()})
         }
+
+
+def retry_on_budget_change(budgets: MovingBudget, step: Callable[[], T]) -> T:
+    """Call ``step``, the beginning of a step of one session, until it succeeds under the budget as it is then.
+
+    Raises:
+        BudgetTooSmall: it needs more than the budget, and nobody grants as much in time.
+    """
+    while True:
+        budgets.follow_if_changed()
+        try:
+            return step()
+        except GrantChanged as changed:
+            budgets.grant.wait_to_rise(changed.total, changed.seconds)
+        except BudgetTooSmall as error:
+            if not budgets.wait_for(error):
+                raise
+
+
+def _leave(source: GrantSource) -> None:
+    """The job is over."""
+    source.hold(0)
+    source.want(0, 0)
+
+
+def _watch(budget: weakref.ref[MovingBudget], source: GrantSource, stop: threading.Event) -> None:
+    """Between steps a model gives back memory that is not granted any more; once it is gone, all."""
+    while not stop.wait(POLL_SECONDS):
+        own = budget()
+        try:
+            if own is not None:
+                own.shrink_if_idle()
+        except ReferenceError:
+            own = None
+        if own is None:
+            # Here, and not where it is collected: a source may be in the middle of another call there.
+            _leave(source)
+            return
+        del own

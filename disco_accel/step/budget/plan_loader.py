@@ -14,7 +14,7 @@ from disco_accel.native.backend import backend_of, release_workspaces
 from disco_accel.native.host_memory import HostMemory, WatchedTensors
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.step.budget.engine_memory import EngineMemory
-from disco_accel.step.budget.grant_source import GrantWithdrawn
+from disco_accel.step.budget.grant_source import GrantChanged
 from disco_accel.step.budget.moving_budget import MovingBudget
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.placement.gradient_memory import GradientMemory
@@ -47,7 +47,7 @@ class PlanLoader:
         """Give ``step`` the arena, its residents as the host holds them now.
 
         All plans share one arena, because the budget holds for the model and not for each plan. ``check_ends_later``:
-        the caller asks ``weights_seen.finish_check`` before what ``step`` has made leaves it.
+        the caller asks ``weights_seen.finish_check`` before results of ``step`` leave it.
         """
         if not isinstance(step, StepWithUpdate):
             self._updates.settle()
@@ -58,9 +58,7 @@ class PlanLoader:
                 return
             self._placement.note_writes(model)
             if not self.weights_seen.moved():
-                self._refresh_shards()
-                step.executor.invalidate()
-                self.weights_seen = WatchedTensors(step.watched_of(model))
+                self._start_anew(model, step)
                 return
         self._placement.leave_written(model)
         self._memory.abandon_active()
@@ -82,9 +80,7 @@ class PlanLoader:
             self._memory.arenas = {device: device_arena(size, places[device]) for device, size in needed.items()}
         if step.loaded is None:
             self._memory.load(step)
-        self._refresh_shards()
-        step.executor.invalidate()
-        self.weights_seen = WatchedTensors(step.watched_of(model))
+        self._start_anew(model, step)
         # Products in eager mode have left workspaces on other streams and threads.
         release_workspaces(self._memory.device)
         self._memory.current = step
@@ -96,14 +92,14 @@ class PlanLoader:
             step = self._budgets.plan_sets.fitting(step)
             try:
                 self.make_current(model, step)
-            except GrantWithdrawn:
+            except GrantChanged:
                 self._budgets.follow()
             else:
                 return step
 
     def _claim(self, step: CompiledStep, arena: int) -> None:
         """Room within the budget for ``step`` with an arena of so many bytes, or with the one that is there. Raises
-        GrantWithdrawn."""
+        GrantChanged."""
         there = max((memory.numel() for memory in self._memory.arenas.values()), default=0)
         if step.budget.outside + max(arena, there) > self._budgets.grant.total:
             self._memory.unload()
@@ -115,7 +111,7 @@ class PlanLoader:
         return all(device in arenas and arenas[device].numel() >= size for device, size in needed.items())
 
     def _claim_host(self, step: CompiledStep) -> None:
-        """Room on the host for what ``step`` offloads, if need be in the place of other plans. Raises StoreFull."""
+        """Room on the host for values that ``step`` offloads, perhaps in the place of other plans. Raises StoreFull."""
         try:
             self.hold_host(step)
         except StoreFull:
@@ -123,7 +119,7 @@ class PlanLoader:
             self.hold_host(step)
 
     def hold_host(self, more: CompiledStep | None = None) -> None:
-        """Tell a store what is held on the host now, and what ``more`` takes as it is loaded. Raises StoreFull."""
+        """Tell a store the memory held on the host now, and that of ``more``, about to be loaded. Raises StoreFull."""
         if self._memory.host_claims is None:
             return
         pieces: dict[Piece, int] = {}
@@ -140,7 +136,9 @@ class PlanLoader:
                 pieces["offloaded values", id(step)] = step.plan.host.memory
         self._memory.host_claims.hold(pieces)
 
-    def _refresh_shards(self) -> None:
-        """Copies of parts of weights have the bytes that the weights have."""
+    def _start_anew(self, model: torch.nn.Module, step: CompiledStep) -> None:
+        """The next run of ``step`` loads its residents as the host holds them now; writes are watched from here on."""
         if self.shards is not None:
             self.shards.refresh()
+        step.executor.invalidate()
+        self.weights_seen = WatchedTensors(step.watched_of(model))

@@ -38,7 +38,7 @@ _NARROW = 0.05
 """No plan is made for a budget that is nearer to its neighbours than this part of the largest."""
 
 Kind = tuple[Hashable, ...]
-"""What a step does beside the plain one: its key in the table of plans without the plain step's identity."""
+"""The work of a step beside the plain one: its key in the table of plans without the plain step's identity."""
 
 MoreThanPlain = AccumulatingStep | StepWithUpdate
 
@@ -128,12 +128,12 @@ class PlanSet:
             return [self._members[total] for total in sorted(self._members)]
 
     def make(self, total: int, seconds: float | None = None, elsewhere: PlanningProcess | None = None) -> Member:
-        """Plan the step for ``total`` bytes and keep it. ``seconds``: of a search that somebody waits for, which gives
-        the other kinds their plans too; ``elsewhere``: what makes one that nobody waits for.
+        """Plan the step for ``total`` bytes and keep it. ``seconds``: of a search that a step waits for, which gives
+        the other kinds their plans too; ``elsewhere``: the process of a search that no step waits for.
 
         Raises:
             BudgetTooSmall: with ``needed`` and ``given`` as whole budgets.
-            ConfigError: host memory is too small for what is offloaded then.
+            ConfigError: host memory is too small for the values that are offloaded then.
         """
         if self.minimum is not None and total < self.minimum:
             raise BudgetTooSmall(self.minimum, total, "memory_budget: the step")
@@ -174,14 +174,8 @@ class PlanSet:
         if plan is None or plain.host_bytes(plan) > self._host_memory:
             return
         graph = arena_of(arena).run(sample.graph)
-        new: dict[str, Any] = {
-            "graph": graph,
-            "plan": plan,
-            "plain": plain,
-            "budget": plain.budget,
-            "clean": plain.clean,
-        }
-        new |= {"loaded": None, "groups": (-1, -1)}
+        new: dict[str, Any] = {"graph": graph, "plan": plan, "plain": plain, "budget": plain.budget}
+        new |= {"clean": plain.clean, "loaded": None, "groups": (-1, -1)}
         if isinstance(sample, StepWithUpdate):
             if not home_by_gate(plan):
                 return
@@ -223,7 +217,7 @@ class PlanSet:
         return None if best is None else best[1]
 
     def worth(self, total: int) -> int | None:
-        """The budget, at most ``total``, that should have a plan of its own, given what is kept; None: none."""
+        """The budget, at most ``total``, that should have a plan beside those that are kept; None: none."""
         total = total if self.max_useful is None else min(total, self.max_useful)
         if total in self.settled or (self.minimum is not None and total < self.minimum):
             return None

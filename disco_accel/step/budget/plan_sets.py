@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, MutableMapping
+from functools import partial
 from typing import Any
 
-from disco_accel.errors import BudgetTooSmall
+from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError
+from disco_accel.gc_pause import collector_left_alone
+from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.step.budget.grant import Grant
-from disco_accel.step.budget.grant_source import GrantRising
-from disco_accel.step.budget.plan_maker import PlanMaker
+from disco_accel.step.budget.grant_source import GrantChanged
 from disco_accel.step.budget.plan_set import Kind, Member, PlanSet
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.gradients.accumulating_step import AccumulatingStep
 from disco_accel.step.update.updated_step import StepWithUpdate
+from disco_accel.threads import start_thread
 
-RECENT_STEPS = 4
+logger = logging.getLogger("disco_accel")
+
+_RECENT_STEPS = 4
 """A job wants no more memory than its last so many steps could use. Batches of two lengths in turn should not move it,
 and a job whose need has ended should not keep others waiting."""
 
-QUICK_SECONDS = 1.0
+_QUICK_SECONDS = 1.0
 """Of a search that a step waits for. The thorough one follows beside the steps."""
 
 
@@ -34,9 +42,9 @@ class PlanSets:
         """Bytes outside the arena, of the step that has most there."""
         self._by_key: dict[Hashable, PlanSet] = {}
         self._of_recipe: dict[int, tuple[Hashable, PlanSet]] = {}
-        self._recent: deque[PlanSet] = deque(maxlen=RECENT_STEPS)
+        self._recent: deque[PlanSet] = deque(maxlen=_RECENT_STEPS)
         self._noted: set[int] = set()
-        self.maker = PlanMaker(_unless_gone(self, PlanSets.want))
+        self.maker = _PlanMaker(self.want)
 
     def all(self) -> list[PlanSet]:
         """Of all steps that are found again by their keys."""
@@ -99,7 +107,7 @@ class PlanSets:
             self.maker.spread(plan_set, self._grant.most)
 
     def want(self) -> None:
-        """Tell the source what all steps need, as each of them has to run again, and what recent ones can use."""
+        """Tell the source the minimum of all steps, as each has to run again, and the most that recent ones use."""
         minimum = max((plan_set.minimum or 1 for plan_set in self.all()), default=1)
         self._grant.want(minimum, self._max_useful())
 
@@ -108,11 +116,11 @@ class PlanSets:
         return max(known, default=self._grant.most)
 
     def _wait_for_rise(self, plan_set: PlanSet) -> None:
-        """Once for each rise of what is useful: wait for it no longer than the step is slower without. At worst a step
-        takes twice as long; otherwise it and its load of weights would be thrown away by the move behind it."""
+        """Once for each rise of the useful bytes: wait for it no longer than the step is slower without. At worst a
+        step takes twice as long; otherwise it and its load of weights would be lost to the move behind it."""
         now, then = plan_set.fitting(self._grant.total), plan_set.fitting(self._grant.max_useful)
         if now is not None and then is not None and now.seconds > then.seconds:
-            raise GrantRising(now.seconds - then.seconds, then.plain.budget.total)
+            raise GrantChanged(now.seconds - then.seconds, then.plain.budget.total)
 
     def _plan_of(self, key: Hashable, plan_set: PlanSet) -> Member:
         try:
@@ -127,7 +135,7 @@ class PlanSets:
     def _member(self, plan_set: PlanSet, total: int) -> Member:
         member = plan_set.fitting(total)
         if member is None:
-            member = plan_set.make(total, QUICK_SECONDS if self._grant.moving else None)
+            member = plan_set.make(total, _QUICK_SECONDS if self._grant.moving else None)
             if self._grant.moving:
                 self._ask(plan_set)
         return member
@@ -159,12 +167,127 @@ class PlanSets:
             self.maker.ask(plan_set, total)
 
 
-def _unless_gone(owner: PlanSets, method: Callable[[PlanSets], None]) -> Callable[[], None]:
-    reference = weakref.ref(owner)
+class _PlanMaker:
+    """A thread that makes plans for other budgets while a model trains by the plans that it has: those that are asked
+    for first, then those that tell which budgets are of use. It touches no tensor and no lock of the session's. It
+    starts with the first request, and ends with the maker."""
 
-    def call() -> None:
-        own = reference()
-        if own is not None:
-            method(own)
+    def __init__(self, limits_found: Callable[[], None]) -> None:
+        """``limits_found``, a method that is not kept alive, is called in the thread when a plan set's ``minimum`` and
+        ``max_useful`` are known."""
+        self._asked: dict[PlanSet, int] = {}
+        self._spread: dict[PlanSet, int] = {}
+        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._limits_found = weakref.WeakMethod(limits_found)
+        self._stopped = False
+        self._process = PlanningProcess()
+        self._busy = False
+        self._said: set[str] = set()
+        weakref.finalize(self, self._wake.set).atexit = False
 
-    return call
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being made or asked for."""
+        with self._lock:
+            return not (self._busy or self._asked or self._spread)
+
+    def ask(self, plan_set: PlanSet, total: int) -> None:
+        """Ask for a plan for ``total`` bytes, in the place of an earlier request for ``plan_set``."""
+        with self._lock:
+            self._asked[plan_set] = total
+        self._begin()
+
+    def spread(self, plan_set: PlanSet, most: int) -> None:
+        """Ask for the limits of ``plan_set``, up to ``most`` bytes, and plans between them."""
+        with self._lock:
+            self._spread[plan_set] = most
+        self._begin()
+
+    def stop(self) -> None:
+        """Make nothing more; a plan that is being made is thrown away."""
+        self._stopped = True
+        self._process.stop()
+        self._wake.set()
+
+    def _begin(self) -> None:
+        if self._thread is None and not self._stopped:
+            maker = weakref.ref(self)
+            self._thread = start_thread(_run, maker, self._wake, name="disco-plans", stop=partial(_stop, maker))
+        self._wake.set()
+
+    def work(self) -> bool:
+        """Serve one request; False if there is none."""
+        with self._lock:
+            self._busy = not self._stopped and bool(self._asked or self._spread)
+            if not self._busy:
+                return False
+            asked = bool(self._asked)
+            plan_set = next(iter(self._asked or self._spread))
+            total = self._asked.pop(plan_set) if asked else self._spread[plan_set]
+        try:
+            if asked:
+                self._make(plan_set, total)
+            elif not self._spread_more(plan_set, total):
+                with self._lock:
+                    self._spread.pop(plan_set, None)
+        except DiscoError as error:
+            # Plans that there are go on; this one was only to make a later step faster.
+            if not self._stopped and str(error) not in self._said:
+                self._said.add(str(error))
+                logger.error("a plan for another budget could not be made: %s", error)
+            with self._lock:
+                self._spread.pop(plan_set, None)
+        finally:
+            self._busy = False
+        return True
+
+    def _make(self, plan_set: PlanSet, total: int) -> None:
+        try:
+            member = plan_set.make(total, elsewhere=self._process)
+        except (BudgetTooSmall, ConfigError, Infeasible):
+            # Who runs within so little is told; here it is one budget less to choose from.
+            plan_set.settled.add(total)
+            return
+        for kind in list(plan_set.kinds):
+            if kind not in member.more:
+                plan_set.make_more(member, kind, elsewhere=self._process)
+
+    def _spread_more(self, plan_set: PlanSet, most: int) -> bool:
+        if plan_set.max_useful is None:
+            plan_set.find_limits(most, self._process)
+            limits_found = self._limits_found()
+            if limits_found is not None:
+                limits_found()
+            return True
+        total = plan_set.next_total()
+        if total is not None:
+            self._make(plan_set, total)
+            return True
+        for member in plan_set.members():
+            for kind in list(plan_set.kinds):
+                if kind not in member.more and kind not in member.without:
+                    member.without.add(kind)
+                    plan_set.make_more(member, kind, elsewhere=self._process)
+                    return True
+        return False
+
+
+def _stop(maker: weakref.ref[_PlanMaker]) -> None:
+    own = maker()
+    if own is not None:
+        own.stop()
+
+
+def _run(maker: weakref.ref[_PlanMaker], wake: threading.Event) -> None:
+    with collector_left_alone():
+        while True:
+            wake.wait()
+            wake.clear()
+            while True:
+                own = maker()
+                if own is None or own._stopped:
+                    return
+                if not own.work():
+                    break
+            del own

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -58,8 +57,9 @@ class AccumulatingStep(CompiledStep):
 
 
 def sums_so_far(step: CompiledStep, memory: GradientMemory) -> dict[str, torch.Tensor] | None:
-    """By name, the gradients that the parameters of ``step`` have; None if a plan cannot add to all that leave: one is
-    missing, lies elsewhere or otherwise than planned, or has a hook that wants the new part, or to hear of the sum."""
+    """By name, the gradients that the parameters of ``step`` have; None if a plan cannot add to all that leave. One may
+    be missing, lie elsewhere or otherwise than planned, or have a hook that wants the new part, or to hear of the sum.
+    """
     assert step.parameters is not None
     sums: dict[str, torch.Tensor] = {}
     leaving = {name for name, _ in leaving_specs(step).values()}
@@ -95,71 +95,4 @@ def accumulating_step(
     if plan is None or plain.host_bytes(plan) > host_memory:
         # Where norms have no room in the budget, sums may have.
         return accumulating_step(plain, False, settings, store, host_memory, say) if norms else None
-    own: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(CompiledStep)}
-    own |= {
-        "graph": more.graph,
-        "plan": plan,
-        "records": more.records,
-        "norms": more.norms,
-        "seconds": {"record": recorded - began, "plan": time.perf_counter() - recorded},
-        "loaded": None,
-        "groups": (-1, -1),
-    }
-    return AccumulatingStep(**own, plain=plain, old=more.old)
-
-
-class AloneInBackward:
-    """Whether autograd adds gradients of a step to ``.grad`` as the step makes them, with no others added first.
-
-    Floating-point sums depend on the order: a plan adds to ``.grad`` what it makes, autograd would add the sum of that
-    and of what other nodes make for the same weight, a penalty on weights say. Looked at in each backward.
-    """
-
-    def __init__(self) -> None:
-        self.known = False
-        """Whether a backward has shown it."""
-        self.shared = self.reordered = False
-        """Whether a weight got another gradient beside the step's; when the plan had added that one already."""
-        self._backward: tuple[int, bool] = (-1, False)
-        """The run of autograd in which gradients were looked at last, and whether the plan had added some."""
-        self._handles: dict[int, Any] = {}
-
-    def seen_in_this(self) -> bool:
-        """Whether the backward that runs has had gradients of another step."""
-        return self._backward[0] == torch._C._current_graph_task_id() != -1
-
-    def look(self, nodes: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
-        """``gradients`` are about to be given to ``nodes``, one for each, that add them to ``.grad``; None where the
-        step has done it."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
-        self.known = True
-        if self.seen_in_this():
-            self.shared = True
-            self.reordered |= self._backward[1]
-        self._backward = torch._C._current_graph_task_id(), any(gradient is None for gradient in gradients)
-        for number, (node, gradient) in enumerate(zip(nodes, gradients, strict=True)):
-            # No reference to the tensor: autograd takes one that nobody else has, and copies others.
-            expected = None if gradient is None else (gradient.data_ptr(), gradient._version)
-            if node is not None:
-                self._handles[number] = node.register_prehook(functools.partial(self._check, number, expected))
-
-    def _check(self, number: int, expected: tuple[int, int] | None, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        handle = self._handles.pop(number, None)
-        if handle is not None:
-            handle.remove()
-        (gradient,) = gradients
-        # A sum that autograd has made is another tensor, or a newer version of the first.
-        if (None if gradient is None else (gradient.data_ptr(), gradient._version)) != expected:
-            self.shared = True
-            self.reordered |= expected is None
-
-
-def adds_to_all(nodes: Sequence[Any]) -> bool:
-    """Whether the backward that runs will add to ``.grad`` behind each of ``nodes``: not that of ``autograd.grad``, or
-    of ``backward(inputs=...)`` without some of them."""
-    try:
-        return all(node is not None and torch._C._will_engine_execute_node(node) for node in nodes)
-    except RuntimeError:
-        return False
+    return AccumulatingStep(**more.step_fields(plain, plan, began, recorded), plain=plain, old=more.old)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore
-from disco_accel.step.gradients.accumulating_step import (
-    AccumulatingStep,
-    AloneInBackward,
-    accumulating_step,
-    adds_to_all,
-    sums_so_far,
-)
+from disco_accel.step.gradients.accumulating_step import AccumulatingStep, accumulating_step, sums_so_far
+from disco_accel.step.gradients.gradient_norms import GradientNorms
 from disco_accel.step.placement.gradient_memory import GradientMemory
 
 Making = Callable[[], AbstractContextManager[Callable[[str], None]]]
-"""Around the making of a plan: gives whom to tell of its stages."""
+"""Around the making of a plan: gives a function that is told of its stages."""
 
 
 class Accumulation:
@@ -42,7 +39,7 @@ class Accumulation:
         self._memory, self._plans, self._compared = memory, plans, compared
         self._host_memory = host_memory
         self._say_once, self._made = say_once, made
-        self._alone = AloneInBackward()
+        self._alone = _AloneInBackward()
         self._without: set[Hashable] = set()
         """Steps that have no plan with sums."""
         self._off = False
@@ -104,7 +101,7 @@ class Accumulation:
     def holds_for(self, step: CompiledStep, nodes: Sequence[Any]) -> bool:
         """Whether ``step``, which adds in its plan, is right for the backward that runs: ``nodes`` add the gradients of
         the trained parameters, in order, to ``.grad``."""
-        if self._alone.shared or self._waiting or self._alone.seen_in_this() or not nodes or not adds_to_all(nodes):
+        if self._alone.shared or self._waiting or self._alone.seen_in_this() or not nodes or not _adds_to_all(nodes):
             return False
         if sums_so_far(step, self._memory) is None:
             self._stop(
@@ -134,9 +131,72 @@ class Accumulation:
         return {"steps_accumulated": self.steps} if self._memory.nbytes else {}
 
 
+@dataclass(frozen=True)
+class ModelGradients:
+    """Of one model: memory of gradients on the host, their norms, and the steps that add to those in ``.grad``."""
+
+    memory: GradientMemory
+    norms: GradientNorms
+    accumulation: Accumulation
+
+
+class _AloneInBackward:
+    """Whether autograd adds gradients of a step to ``.grad`` as the step makes them, with no others added first.
+
+    Floating-point sums depend on the order. A plan adds its gradient to ``.grad``; autograd would add the sum of that
+    and of gradients that other nodes make for the same weight, a penalty on weights say. Looked at in each backward.
+    """
+
+    def __init__(self) -> None:
+        self.known = False
+        """Whether a backward has shown it."""
+        self.shared = self.reordered = False
+        """Whether a weight got another gradient beside the step's; when the plan had added that one already."""
+        self._backward: tuple[int, bool] = (-1, False)
+        """The run of autograd in which gradients were looked at last, and whether the plan had added some."""
+        self._handles: dict[int, Any] = {}
+
+    def seen_in_this(self) -> bool:
+        """Whether the backward that runs has had gradients of another step."""
+        return self._backward[0] == torch._C._current_graph_task_id() != -1
+
+    def look(self, nodes: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
+        """``gradients`` are about to be given to ``nodes``, one for each, that add them to ``.grad``; None where the
+        step has done it."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self.known = True
+        if self.seen_in_this():
+            self.shared = True
+            self.reordered |= self._backward[1]
+        self._backward = torch._C._current_graph_task_id(), any(gradient is None for gradient in gradients)
+        for number, (node, gradient) in enumerate(zip(nodes, gradients, strict=True)):
+            # No reference to the tensor: autograd takes one that nobody else has, and copies others.
+            expected = None if gradient is None else (gradient.data_ptr(), gradient._version)
+            if node is not None:
+                self._handles[number] = node.register_prehook(functools.partial(self._check, number, expected))
+
+    def _check(self, number: int, expected: tuple[int, int] | None, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        handle = self._handles.pop(number, None)
+        if handle is not None:
+            handle.remove()
+        (gradient,) = gradients
+        # A sum that autograd has made is another tensor, or a newer version of the first.
+        if (None if gradient is None else (gradient.data_ptr(), gradient._version)) != expected:
+            self.shared = True
+            self.reordered |= expected is None
+
+
+def _adds_to_all(nodes: Sequence[Any]) -> bool:
+    """Whether the backward that runs will add to ``.grad`` behind each of ``nodes``: not that of ``autograd.grad``, or
+    of ``backward(inputs=...)`` without some of them."""
+    try:
+        return all(node is not None and torch._C._will_engine_execute_node(node) for node in nodes)
+    except RuntimeError:
+        return False
+
+
 def _several_processes() -> bool:
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and (torch.distributed.get_world_size() > 1)
-    )
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

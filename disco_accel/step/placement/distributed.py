@@ -1,9 +1,11 @@
-"""Several processes: the engines that planned steps run in, and what of a model those engines leave alone."""
+"""Several processes: engines around planned steps, and frozen weights, which are shared or the same in all."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,12 @@ from disco_accel.capture.parts import named_parts
 from disco_accel.config.deepspeed_keys import REPLACED
 from disco_accel.config.settings import DiscoConfig, local_processes
 from disco_accel.errors import ConfigError
+from disco_accel.native.file_arena import FileArena
 from disco_accel.native.host_memory import bytes_of
+from disco_accel.native.rendezvous import NotSharedError
+from disco_accel.native.shared_copies import key_of, room_for, shared_copy
+from disco_accel.observe.log_to_stderr import say, say_everywhere
+from disco_accel.sizes import format_size
 from disco_accel.step.optimizer_home import asks_for_host
 
 _DDP = "_ddp_params_and_buffers_to_ignore"
@@ -27,12 +34,12 @@ _WAYS_OUT = (
 
 
 def check_engine(state: Any) -> None:
-    """Refuse what shards the weights that plans load. ``state``: accelerate's, of the run.
+    """Refuse engines that shard the weights of plans. ``state``: accelerate's, of the run.
 
     Raises:
         ConfigError: ZeRO stage 3, its parameter offload, FSDP, Megatron-LM or a device that is no CPU or CUDA device.
     """
-    kind = str(getattr(state.distributed_type, "value", state.distributed_type))
+    kind = _kind_of(state)
     if kind not in _PLAIN_ENGINES:
         raise ConfigError(
             f"distributed_type: {kind} does not work under plans; use MULTI_GPU, or DEEPSPEED stage 0 to 2"
@@ -53,7 +60,7 @@ def config_under(config: DiscoConfig, state: Any) -> DiscoConfig:
     Raises:
         ConfigError: ``optimizer: host`` or ``planned`` in such a run.
     """
-    kind = str(getattr(state.distributed_type, "value", state.distributed_type))
+    kind = _kind_of(state)
     if kind in _PLAIN_ENGINES and kind != "DEEPSPEED":
         return config
     if asks_for_host(config):
@@ -62,6 +69,10 @@ def config_under(config: DiscoConfig, state: Any) -> DiscoConfig:
             "updates the trained weights itself; use optimizer: device, or distributed_type: 'NO' or MULTI_CPU"
         )
     return dataclasses.replace(config, optimizer="device")
+
+
+def _kind_of(state: Any) -> str:
+    return str(getattr(state.distributed_type, "value", state.distributed_type))
 
 
 def check_not_sharded(name: str, parameter: torch.nn.Parameter) -> None:
@@ -147,3 +158,50 @@ def _equal_everywhere(values: torch.Tensor) -> torch.Tensor:
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
     dist.all_reduce(high, op=dist.ReduceOp.MAX)
     return (low == high).cpu()
+
+
+class FrozenSharing:
+    """``share_weights``: puts frozen weights into memory that all processes of the user map, and tells of it once."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        """``folder``: where processes find each other; ``warn`` shows a line once."""
+        self._folder, self._warn = folder, warn
+        self._told: weakref.WeakSet[FileArena] = weakref.WeakSet()
+        """Arenas of which it is known that this process has written to them."""
+
+    def gather(
+        self, tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> FileArena | None:
+        """Move all of ``tensors`` into one shared copy, one at a time: each old one is given up at once. None, and
+        nothing moved, where they cannot be shared. ``move`` gives a weight other memory with the same bytes.
+
+        Raises:
+            ConfigError: the folder is another user's, a link, or open to others.
+        """
+        try:
+            key, room = key_of(tensors), room_for(tensors)
+            if room == 0:
+                return None
+
+            def unchanged(placed: list[torch.Tensor]) -> bool:
+                return key_of(placed) == key
+
+            with shared_copy(self._folder, key, room, unchanged, say_everywhere, self._warn) as copy:
+                for tensor in tensors:
+                    move(tensor, copy.put(tensor.data))
+        except NotSharedError as error:
+            self._warn(f"share_weights: this process keeps frozen weights of its own: {error}")
+            return None
+        say(f"share_weights: {format_size(room)} of frozen weights, shared: {copy.origin}")
+        return copy.arena
+
+    def tell_written(self, arena: FileArena, names: Sequence[str]) -> None:
+        """Say once that this process has written to weights of these ``names`` in ``arena``."""
+        if not names or arena in self._told:
+            return
+        self._told.add(arena)
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        self._warn(
+            f"share_weights: this process has written to {names[0]}{others}, which it shares: from now on it has pages "
+            "of its own there, and no other process sees what it wrote"
+        )

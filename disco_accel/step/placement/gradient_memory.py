@@ -59,30 +59,26 @@ class _Range:
 
     def __init__(self, memory: HostMemory, nbytes: int) -> None:
         self.memory, self.nbytes = memory, nbytes
-        self._whole = memory.allocate((nbytes,), torch.uint8)
+        self.whole = memory.allocate((nbytes,), torch.uint8)
         self._idle = self._uses()
 
     def _uses(self) -> int:
-        whole: Any = self._whole
+        whole: Any = self.whole
         return int(whole._use_count())
 
     @property
     def free(self) -> bool:
         """Whether nobody can come by these bytes any more.
 
-        What ``tensor`` returns has a storage of its own, whose bytes hold the whole range until they are freed: as long
+        The result of ``tensor`` has a storage of its own. Its bytes hold the whole range until they are freed: as long
         as a tensor, an array or a storage object of Python's is over them. The count of uses of one storage for all
         would not tell: PyTorch keeps the Python object of a storage, whether somebody holds it or not.
         """
         return self._uses() == self._idle
 
-    def begins_at(self, address: int) -> bool:
-        """Whether its first byte is there."""
-        return self._whole.data_ptr() == address
-
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """One over the range, from its begin."""
-        return alias(self._whole, 0, self.nbytes, spec)
+        return alias(self.whole, 0, self.nbytes, spec)
 
 
 class GradientMemory:
@@ -90,11 +86,9 @@ class GradientMemory:
 
     def __init__(self, device: torch.device, limit: int, *, watched: bool = False, masters: int = 0) -> None:
         """``device``: the one that copies into the ranges. ``limit``: ``host_memory``, in bytes. ``watched``: writes to
-        gradients may be looked for (``WatchedTensors``). ``masters``: bytes of it that fp32 masters take, and
-        what makes moments larger than their weights, of which no step knows."""
-        self._masters = masters
-        self._watched = watched
-        self._backend, self._limit = backend_of(device), limit
+        gradients may be looked for (``WatchedTensors``). ``masters``: bytes of ``limit`` that fp32 masters take, and
+        that their moments take beyond the size of weights, of which no step knows."""
+        self._backend, self._limit, self._watched, self._masters = backend_of(device), limit, watched, masters
         self._ranges: dict[str, list[_Range]] = {}
         self._memories: list[HostMemory] | None = None
         """Of all ranges; None: not known since these have changed."""
@@ -102,16 +96,18 @@ class GradientMemory:
     @property
     def memory(self) -> Sequence[HostMemory]:
         """Where the ranges lie."""
-        return list(self._of_ranges())
+        if self._memories is None:
+            self._memories = list({id(r.memory): r.memory for each in self._ranges.values() for r in each}.values())
+        return self._memories
 
     @property
     def nbytes(self) -> int:
         """Of all ranges."""
-        return sum(memory.nbytes for memory in self._of_ranges())
+        return sum(memory.nbytes for memory in self.memory)
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """Whether it lies in one of the ranges."""
-        return any(memory.holds(gradient) for memory in self._of_ranges())
+        return any(memory.holds(gradient) for memory in self.memory)
 
     def has(self, gradient: torch.Tensor, leaving: LeavingGradient) -> bool:
         """Whether ``gradient`` is laid out as ``leaving`` and fills a range of its weight."""
@@ -120,7 +116,7 @@ class GradientMemory:
         if not alike or gradient.dtype is not leaving.like.dtype:
             return False
         address, ranges = gradient.data_ptr(), self._ranges.get(leaving.name, ())
-        return any(r.begins_at(address) and r.nbytes == leaving.nbytes for r in ranges)
+        return any(r.whole.data_ptr() == address and r.nbytes == leaving.nbytes for r in ranges)
 
     def release(self) -> None:
         """Give up the ranges; the device is idle. Gradients that somebody holds keep their memory, which is not
@@ -137,7 +133,7 @@ class GradientMemory:
         Raises:
             ConfigError: ``host_memory`` is too small for gradients that are held beside the new ones.
         """
-        # The user's own copies from gradients to a device may not have ended when the gradients were let go.
+        # The user's own copies from gradients to a device may not have ended when the gradients were freed.
         self._backend.synchronize()
         ranges = self._free_ranges(gradients, beside + self._masters)
         return [_place(gradient, ranges.get(gradient.name)) for gradient in gradients]
@@ -158,8 +154,7 @@ class GradientMemory:
         found, lacking = self._look_for(gradients)
         if lacking and not self._fits(lacking, beside) and self._ranges.keys() - {g.name for g in gradients}:
             # Weights that are frozen by now, or that this step does not reach, leave their room to others.
-            self._ranges.clear()
-            self._memories = None
+            self.release()
             found, lacking = self._look_for(gradients)
         if lacking:
             self._require_room(lacking, beside)
@@ -204,11 +199,6 @@ class GradientMemory:
         if self._backend.separate_memory:
             memory.pin(self._backend.device)
         return [_Range(memory, gradient.nbytes) for gradient in gradients]
-
-    def _of_ranges(self) -> list[HostMemory]:
-        if self._memories is None:
-            self._memories = list({id(r.memory): r.memory for each in self._ranges.values() for r in each}.values())
-        return self._memories
 
 
 def _place(gradient: LeavingGradient, free: _Range | None) -> torch.Tensor | None:

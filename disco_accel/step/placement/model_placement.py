@@ -20,6 +20,7 @@ from disco_accel.native.file_arena import FileArena
 from disco_accel.native.host_memory import HostMemory, give_back_freed
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.step.placement.distributed import (
+    FrozenSharing,
     check_not_sharded,
     check_same,
     exclude_from_collectives,
@@ -27,8 +28,7 @@ from disco_accel.step.placement.distributed import (
     include_again,
 )
 from disco_accel.step.placement.pinned_tensors import PinnedTensors
-from disco_accel.step.placement.shared_frozen import FrozenSharing
-from disco_accel.step.placement.streamed_eager import StreamedEager, shared_visitor_of, visitor_of
+from disco_accel.step.placement.streamed_eager import StreamedEager, visitor_of
 from disco_accel.step.placement.trained_weights import movable_weights, unwatch_updates_of
 from disco_accel.step.state.plain_tensors import follows_autograd, make_ordinary, move_views, plain_tensors
 
@@ -56,16 +56,14 @@ class Placement:
     ) -> None:
         """``trained_on_host``: trained weights, gradients and the optimizer's state live on the host. ``sharing`` puts
         frozen weights into memory that processes share."""
-        self._model = weakref.ref(model)
-        self._device = device
-        self._trained_on_host = trained_on_host
-        self._sharing = sharing
+        self._model, self._device = weakref.ref(model), device
+        self._trained_on_host, self._sharing = trained_on_host, sharing
         if trained_on_host:
-            unwatch_updates_of(self)
+            unwatch_updates_of(self.holds)
         # Held here, because an arena is pinned only as long as somebody holds it.
         self._arenas: list[HostMemory] = [m.__dict__[_ARENA] for m in model.modules() if _ARENA in m.__dict__]
         self._moved: dict[int, tuple[weakref.ref[torch.Tensor], torch.device]] = {}
-        """By address: what was moved, and from where at first."""
+        """By id: each tensor that was moved, and its first device."""
         self._pinned = PinnedTensors(device)
         self._streamed: StreamedEager | None = None
         self._freed = 0
@@ -75,13 +73,12 @@ class Placement:
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The model, as long as it is alive."""
         return self._model()
 
     @property
     def visitors(self) -> Mapping[int, torch.Tensor]:
-        """As ``StreamedEager.visitors``; empty where nothing visits."""
-        return {} if self._streamed is None else self._streamed.visitors
+        """Address of a visiting tensor's storage → the tensor that it is a copy of."""
+        return {} if self._streamed is None else self._streamed.visits.addresses
 
     @contextlib.contextmanager
     def visiting(self) -> Iterator[None]:
@@ -92,12 +89,13 @@ class Placement:
             yield
 
     def batch(self, arguments: Any) -> Any:
-        """As ``StreamedEager.batch``; as they are where nothing visits."""
-        return arguments if self._streamed is None else self._streamed.batch(arguments)
+        """The arguments of a forward of the model's own, on the device if all tensors in them are on the host; as they
+        are where nothing visits."""
+        return arguments if self._streamed is None else self._streamed.visits.batch(arguments)
 
     def hidden(self) -> AbstractContextManager[None]:
-        """As ``StreamedEager.hidden``; nothing where nothing visits."""
-        return contextlib.nullcontext() if self._streamed is None else self._streamed.hidden()
+        """Around code that reads tensors where they are, such as a plan, perhaps within the forward of a module."""
+        return contextlib.nullcontext() if self._streamed is None else self._streamed.visits.hidden()
 
     def apply(self) -> None:
         """Move frozen weights and buffers to the host, trained weights there or to the device.
@@ -110,13 +108,23 @@ class Placement:
         plain = [tensor for tensor in plain_tensors(model) if tensor.device == self._device]
         self._share_loaded(model)
         self.gather()
-        if not backend_of(self._device).separate_memory:
-            if self._sharing is not None:
-                self._excluded = True
-                # A broadcast would write to each weight, which gives each process a copy of its own.
-                exclude_from_collectives(model)
-                check_same(frozen_tensors(model), self._device)
-            return
+        separate = backend_of(self._device).separate_memory
+        if separate:
+            self._move_rest(model)
+        if separate or self._sharing is not None:
+            self._excluded = True
+            # A broadcast would write to each weight, which gives each process a copy of its own.
+            exclude_from_collectives(model)
+            check_same(frozen_tensors(model), self._device)
+        if separate:
+            # Views of weights and buffers, which have gone to the host with those.
+            self._streamed = StreamedEager(model, self.visitor(), [t for t in plain if t.device != self._device])
+            model._apply = functools.partial(  # type: ignore[method-assign]
+                apply_to_trainable, model, trained_on_host=self._trained_on_host
+            )
+
+    def _move_rest(self, model: torch.nn.Module) -> None:
+        """Trained weights go to the device unless they live on the host, buffers to the host."""
         for parameter in model.parameters():
             if not self._trained_on_host and parameter.requires_grad and parameter.device != self._device:
                 self._move(parameter, parameter.data.to(self._device))
@@ -124,14 +132,6 @@ class Placement:
             for name, buffer in module._buffers.items():
                 # What cannot be moved as it is, such as a sparse one.
                 module._buffers[name] = None if buffer is None else buffer.cpu()
-        self._excluded = True
-        exclude_from_collectives(model)
-        check_same(frozen_tensors(model), self._device)
-        # Views of weights and buffers, which have gone to the host with those.
-        self._streamed = StreamedEager(model, self.visitor(), [t for t in plain if t.device != self._device])
-        model._apply = functools.partial(  # type: ignore[method-assign]
-            apply_to_trainable, model, trained_on_host=self._trained_on_host
-        )
 
     @typed_out_of_memory("moving the frozen weights into one piece of host memory")
     def gather(self, constants: Iterable[torch.Tensor] = ()) -> None:
@@ -182,7 +182,7 @@ class Placement:
         """For ``StreamedEager``: a copy on the device, of the values that this process sees."""
         if self._sharing is None and not self.shared_arenas():
             return visitor_of(self._device)
-        return shared_visitor_of(self._device, weakref.WeakMethod(self.shared_arenas))
+        return visitor_of(self._device, weakref.WeakMethod(self.shared_arenas))
 
     def _share(self, tensors: list[torch.Tensor], views: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of ``tensors`` that are not in shared memory now."""
@@ -197,7 +197,7 @@ class Placement:
 
     def _share_loaded(self, model: torch.nn.Module) -> None:
         """Weights that were loaded into an arena of this process's own go to shared memory, and it is given up."""
-        own = [arena for arena in self._arenas if not isinstance(arena, FileArena)]
+        own = self.own_arenas()
         loaded = [t for t in frozen_parts(model).values() if any(arena.holds(t) for arena in own)]
         if self._sharing is None or not loaded or len(self._share(loaded, _views(model))) == len(loaded):
             return
@@ -226,15 +226,15 @@ class Placement:
         return [arena for arena in self._arenas if isinstance(arena, FileArena)]
 
     def leave_written(self, model: torch.nn.Module) -> None:
-        """What ``note_writes`` does, before a device with memory of its own loads weights; else nothing."""
+        """As ``note_writes``, before a device with memory of its own loads weights; else nothing."""
         if backend_of(self._device).separate_memory:
             self.note_writes(model)
 
     def note_writes(self, model: torch.nn.Module) -> None:
         """This process has written to weights, or may have: say so once of those that it shares.
 
-        On a device with memory of its own they move to memory of this process's own: what is page-locked are still the
-        pages that all share.
+        On a device with memory of its own they move to memory of this process's own: the pages that all share are still
+        the ones that are page-locked.
         """
         for arena in self.shared_arenas():
             named = {part.name: part.tensor for part in named_parts(model) if arena.holds(part.tensor)}
@@ -257,12 +257,10 @@ class Placement:
         before = self._moved.get(id(tensor))
         if before is None or before[0]() is not tensor:
             self._moved[id(tensor)] = weakref.ref(tensor), tensor.device
-        tensor.data = data
-        if tensor.grad is not None and tensor.grad.device != tensor.device:
-            tensor.grad.data = tensor.grad.data.to(tensor.device)
+        _place(tensor, data)
 
     def undo(self) -> None:
-        """Give what ``apply`` moved a storage of its own where it was, values kept."""
+        """Give each tensor that ``apply`` moved a storage of its own where it was, values kept."""
         model = self._model()
         if self._streamed is not None:
             self._streamed.remove()
@@ -277,16 +275,14 @@ class Placement:
             tensor = reference()
             if tensor is not None:
                 old = tensor.data
-                tensor.data = old.to(device, copy=True)
+                _place(tensor, old.to(device, copy=True))
                 move_views(views, old, tensor.data)
-                if tensor.grad is not None:
-                    tensor.grad.data = tensor.grad.data.to(device)
         self._moved.clear()
         self._pinned.undo()
 
 
 def _make_ordinary(model: torch.nn.Module) -> None:
-    """What was made under ``torch.inference_mode``, as some packed weights are, becomes ordinary tensors."""
+    """Tensors made under ``torch.inference_mode``, as some packed weights are, become ordinary ones."""
     named = [*model.named_parameters(), *((part.name, part.tensor) for part in named_parts(model))]
     for name, tensor in (*named, *((_A_TENSOR, t) for t in _views(model))):
         if follows_autograd(tensor):
@@ -297,6 +293,13 @@ def _make_ordinary(model: torch.nn.Module) -> None:
                 "(requires_grad_(False)) or make the model outside of torch.inference_mode"
             )
         make_ordinary(tensor, name)
+
+
+def _place(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Give ``tensor`` the memory of ``data``, and its gradient memory on the same device."""
+    tensor.data = data
+    if tensor.grad is not None and tensor.grad.device != tensor.device:
+        tensor.grad.data = tensor.grad.data.to(tensor.device)
 
 
 def _views(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -311,8 +314,8 @@ def apply_to_trainable(
     *,
     trained_on_host: bool = False,
 ) -> torch.nn.Module:
-    """What ``Module._apply`` does for ``.to(device)`` and its kin, with frozen weights and buffers left on the host;
-    trained ones too if they live there, of which another dtype is followed.
+    """As ``Module._apply`` for ``.to(device)`` and its kin, with frozen weights and buffers left on the host; trained
+    ones too if they live there, of which another dtype is followed.
 
     Raises:
         ConfigError: ``fn`` changes the dtype of frozen weights.

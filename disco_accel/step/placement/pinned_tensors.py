@@ -1,8 +1,7 @@
 """Host tensors that steps load although they are no parameters, in page-locked memory: buffers and plain tensors.
 
 A copy from other memory makes the engine's thread wait for it. Tensors that share bytes move together and go on sharing
-them. What shares bytes with something that nobody knows here stays where it is, slower and right: a tensor held
-elsewhere, a numpy array.
+them. A tensor that shares bytes with one held elsewhere, or with a numpy array, stays where it is, slower and right.
 """
 
 from __future__ import annotations

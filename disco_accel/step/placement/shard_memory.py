@@ -22,9 +22,6 @@ class _PackedCopy:
     """The part in the weight's own memory."""
     packed: torch.Tensor
 
-    def refresh(self) -> None:
-        self.packed.copy_(self.source)
-
 
 class ShardMemory:
     """Keeps copies of those parts whose bytes are no run of their weight's, one for all plans, and as the weight is."""
@@ -33,13 +30,9 @@ class ShardMemory:
         """``device``: the one that loads them."""
         self._device = device
         self._copies: dict[_Key, _PackedCopy] = {}
-        self._memory: list[HostMemory] = []
-        self._sources = WatchedTensors([])
-
-    @property
-    def memory(self) -> Sequence[HostMemory]:
+        self.memory: list[HostMemory] = []
         """Where the copies lie."""
-        return self._memory
+        self._sources = WatchedTensors([])
 
     def keep(self, bindings: Sequence[InputBinding], weights: Mapping[str, torch.Tensor]) -> None:
         """Make the copies that ``bindings`` need of ``weights`` and that are not there yet."""
@@ -56,8 +49,8 @@ class ShardMemory:
         changed = set(self._copies) if self._sources.changed() else set()
         for key, (weight, part) in missing.items():
             self._copies[key] = _PackedCopy(weight, part, memory.allocate(part.shape, part.dtype))
-        held = [m for m in self._memory if any(m.holds(copy.packed) for copy in self._copies.values())]
-        self._memory = [*held, memory]
+        held = [m for m in self.memory if any(m.holds(copy.packed) for copy in self._copies.values())]
+        self.memory = [*held, memory]
         self._copy(changed | missing.keys())
         if backend_of(self._device).separate_memory:
             memory.pin(self._device)
@@ -85,7 +78,7 @@ class ShardMemory:
         self._sources = WatchedTensors(list({c.weight.data_ptr(): c.weight for c in self._copies.values()}.values()))
         with torch.no_grad():
             for key in keys:
-                self._copies[key].refresh()
+                self._copies[key].packed.copy_(self._copies[key].source)
 
 
 def packed_bytes(bindings: Iterable[InputBinding], weights: Mapping[str, torch.Tensor]) -> int:
@@ -95,7 +88,7 @@ def packed_bytes(bindings: Iterable[InputBinding], weights: Mapping[str, torch.T
 
 
 def part_of_weight(binding: InputBinding, weight: torch.Tensor) -> torch.Tensor:
-    """What ``binding`` is of ``weight``, a view."""
+    """The part ``binding`` of ``weight``, a view."""
     length = weight.shape[binding.dim] // binding.parts
     return weight.narrow(binding.dim, binding.part * length, length)
 

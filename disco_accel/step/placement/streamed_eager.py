@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,18 +13,21 @@ import torch
 from disco_accel.capture.checkpointing import within_segments
 from disco_accel.capture.parts import rebuilt_state, states_of
 from disco_accel.native.file_arena import FileArena
-from disco_accel.step.placement.visitors import TABLES, VisitingTable, Visits
+from disco_accel.step.placement.visitors import TABLES, Visits, restore_tables, watch_tables
 from disco_accel.step.state.containers import OWN_MARK
+
+_SMALL = 4096
+"""Bytes of a tensor that stays on the device."""
 
 
 class StreamedEager:
     """Makes a model whose weights are on the host computable in eager mode on another device.
 
     A weight or buffer visits the device when a forward reads it, whichever module it belongs to, recomputation in a
-    backward included; it stays for the innermost forward that runs then. What a forward writes to a visitor goes home
-    at the end. Forwards are those of modules inside the model, of checkpointed segments, and ``visiting``: the model's
+    backward included; it stays for the innermost forward that runs then. Writes of a forward to a visitor go home at
+    the end. Forwards are those of modules inside the model, of checkpointed segments, and ``visiting``: the model's
     own may be that of a plan, which reads weights where they are. The visit of a trained weight is differentiable: its
-    gradient comes back to the host. Slower than a plan; meant for what has none, such as evaluation and generation.
+    gradient comes back to the host. Slower than a plan; meant for evaluation, generation and other runs without one.
     """
 
     def __init__(
@@ -37,48 +40,31 @@ class StreamedEager:
         tensors in attributes of modules that visit, besides parameters and buffers."""
         self._handles: list[Any] = []
         self._model = weakref.ref(model)
-        self._visits = Visits(visit, model, plain)
+        self.visits = Visits(visit, model, plain)
         for module in model.modules():
             if module is not model and _has_tensors(module):
-                arrive, leave = (functools.partial(hook, self._visits) for hook in (_arrive, _leave))
+                arrive, leave = (functools.partial(hook, self.visits) for hook in (_arrive, _leave))
                 setattr(arrive, OWN_MARK, True)
                 self._handles.append(module.register_forward_pre_hook(arrive, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(leave, always_call=True))
-        for module in model.modules():
-            for name in TABLES:
-                vars(module)[name] = VisitingTable(name, vars(module)[name], module, self._visits)
-
-    @property
-    def visitors(self) -> dict[int, torch.Tensor]:
-        """Address of a visiting tensor's storage → the tensor that it is a copy of."""
-        return self._visits.addresses
+        watch_tables(model, self.visits)
 
     @contextmanager
     def visiting(self) -> Iterator[None]:
         """Around a forward of the model's own."""
         model = self._model()
         assert model is not None
-        with within_segments(self._visits.forward), self._visits.forward(model):
-            _bring_states(self._visits, model)
+        with within_segments(self.visits.forward), self.visits.forward(model):
+            _bring_states(self.visits, model)
             yield
-
-    def batch(self, arguments: Any) -> Any:
-        """The arguments of a forward of the model's own, on the device if all tensors in them are on the host."""
-        return self._visits.batch(arguments)
-
-    def hidden(self) -> AbstractContextManager[None]:
-        """Around what reads tensors where they are, such as a plan, though a forward of a module may run around it."""
-        return self._visits.hidden()
 
     def remove(self) -> None:
         """Take hooks and tables off again."""
         for handle in self._handles:
             handle.remove()
         model = self._model()
-        for attributes in [vars(module) for module in model.modules()] if model is not None else []:
-            for name in TABLES:
-                if isinstance(attributes[name], VisitingTable):
-                    attributes[name] = dict(dict.items(attributes[name]))
+        if model is not None:
+            restore_tables(model)
 
 
 def _has_tensors(module: torch.nn.Module) -> bool:
@@ -102,30 +88,63 @@ def _bring_states(visits: Visits, module: torch.nn.Module) -> None:
         visits.swap(state.table, state.key, visits.bring(state.table[state.key], rebuilt_state))
 
 
-def visitor_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """For ``StreamedEager``: a copy on ``device`` of what lives elsewhere."""
-    return functools.partial(_on, device)
-
-
-def shared_visitor_of(
-    device: torch.device, arenas: weakref.WeakMethod[Callable[[], list[FileArena]]]
+def visitor_of(
+    device: torch.device, arenas: weakref.WeakMethod[Callable[[], list[FileArena]]] | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """As ``visitor_of``, of the values that this process sees of what lies in ``arenas``. Weak, because hooks are part
-    of a model's state, which a step compares; a placement is not."""
-    return functools.partial(_visit_shared, device, arenas)
+    """For ``StreamedEager``: a copy on ``device`` of a tensor elsewhere, of the values that this process sees in
+    ``arenas``. Weak, because hooks are part of a model's state, which a step compares; a placement is not."""
+    return functools.partial(_visit, device, arenas)
 
 
-def _visit_shared(
-    device: torch.device, arenas: weakref.WeakMethod[Callable[[], list[FileArena]]], tensor: torch.Tensor
+def _visit(
+    device: torch.device, arenas: weakref.WeakMethod[Callable[[], list[FileArena]]] | None, tensor: torch.Tensor
 ) -> torch.Tensor:
-    arenas_now = arenas()
+    arenas_now = None if arenas is None else arenas()
     arena = next((a for a in (arenas_now() if arenas_now is not None else []) if a.holds(tensor)), None)
     if arena is not None and any(arena.differs([tensor])):
         # A copy to the device reads the pages that are page-locked, which are still the shared ones.
         tensor = tensor.detach().clone()
-    return _on(device, tensor)
-
-
-def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     # At once: the host's tensor may be written to as soon as the forward is over, and pinned memory is read later.
     return tensor if tensor.device == device else (tensor if tensor.requires_grad else tensor.detach()).to(device)
+
+
+@contextmanager
+def saved_on_host(
+    device: torch.device, visitors: Mapping[int, torch.Tensor], staying: Iterable[torch.Tensor]
+) -> Iterator[None]:
+    """Inside, autograd saves tensors on ``device`` on the host; each comes back with its bits and strides.
+
+    So an unplanned forward and backward take no more of the device's memory than a module and its activations do.
+    ``visitors``: address of a storage on the device to the tensor on the host that it is a copy of, at this moment.
+    ``staying``: tensors that lie on the device in any case, and are saved as they are.
+    """
+    stay = {tensor.untyped_storage().data_ptr() for tensor in staying}
+
+    def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        address = tensor.untyped_storage().data_ptr()
+        original = visitors.get(address)
+        if tensor.device != device or address in stay:
+            return lambda: tensor
+        if original is not None and original.dtype == tensor.dtype:
+            size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+            return lambda: original.detach().to(device).as_strided(size, stride, offset)
+        if tensor.nbytes <= _SMALL:
+            return lambda: tensor
+        return _away(tensor.detach())
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda back: back()):
+        yield
+
+
+def _away(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A copy on the host, and how it comes back. Strides decide about kernels, and kernels about bits: they stay."""
+    device, shape = tensor.device, tensor.shape
+    once = tensor
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            once = once.narrow(dimension, 0, 1)
+    if torch._debug_has_internal_overlap(once) != 0:
+        return lambda: tensor
+    size, strides = once.size(), once.stride()
+    host = torch.empty_strided(size, strides, dtype=once.dtype, device="cpu").copy_(once)
+    return lambda: torch.empty_strided(size, strides, dtype=host.dtype, device=device).copy_(host).expand(shape)

@@ -1,8 +1,12 @@
-"""Trained weights whose optimizer updates them in host memory: which of them may move into a host arena, and how their
-pages are let be written to.
+"""Trained weights whose optimizer updates them in host memory: the ones that may move into a host arena, and the end of
+the watch over their pages.
 
 Between a forward and its backward their pages are watched for writes. Rewriting watched pages takes seven times as
 long as rewriting others, and splits huge ones, so the watch ends where one of PyTorch's optimizers begins to update.
+
+A ``GradScaler`` of a device lies beside gradients on the host. PyTorch copies the scale, and whether a gradient was
+infinite, to the gradients' device without waiting for the copies. That is right between devices, whose streams wait for
+each other, but a kernel of the host would read, or write, too early.
 """
 
 from __future__ import annotations
@@ -12,33 +16,29 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch.amp import grad_scaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from disco_accel.capture.parts import named_parts
 from disco_accel.errors import ConfigError
 from disco_accel.native.backend import is_host
 from disco_accel.native.host_memory import expect_rewrite, footprint
-from disco_accel.step.placement.scaler_on_host import bring_to_host, wait_for_scalers
+
+_FUSED = ("grad_scale", "found_inf")
+"""Names of tensors that a scaler leaves on a fused optimizer, around its ``step()``."""
+
+_updated: set[weakref.WeakMethod[Callable[[torch.Tensor], bool]]] = set()
 
 
-class HostWeights(Protocol):
-    """Knows where the weights of one model lie on the host."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is one of them."""
-
-
-_updated: weakref.WeakSet[HostWeights] = weakref.WeakSet()
-
-
-def unwatch_updates_of(weights: HostWeights) -> None:
-    """From now on every optimizer that updates some of ``weights`` says so before it does, as long as they live."""
-    _updated.add(weights)
+def unwatch_updates_of(holds: Callable[[torch.Tensor], bool]) -> None:
+    """From now on every optimizer says so before it updates weights that ``holds`` is true of, a method, as long as its
+    object lives."""
+    _updated.add(weakref.WeakMethod(holds, _updated.discard))
     _say_updates()
-    wait_for_scalers()
+    _wait_for_scalers()
 
 
 @functools.cache
@@ -47,24 +47,50 @@ def _say_updates() -> None:
 
 
 before_updates: list[Callable[[torch.optim.Optimizer], None]] = []
-"""Called before the watch over an optimizer's weights ends: what is still to be done to them by then is no change."""
+"""Called before the watch over an optimizer's weights ends: writes of these calls are no change of the weights."""
 
 
 def _before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for call in before_updates:
         call(optimizer)
-    for weights in list(_updated):
-        updated = [p for group in optimizer.param_groups for p in group["params"] if weights.holds(p)]
+    for method in list(_updated):
+        holds = method()
+        updated = [p for group in optimizer.param_groups for p in group["params"] if holds is not None and holds(p)]
         expect_rewrite(updated)
         if updated:
-            bring_to_host(optimizer)
+            _bring_to_host(optimizer)
+
+
+@functools.cache
+def _wait_for_scalers() -> None:
+    """From now on the copies that scalers make on the host have arrived when they are used."""
+    replicator: Any = grad_scaler._MultiDeviceReplicator
+    get = replicator.get
+
+    @functools.wraps(get)
+    def get_arrived(self: Any, device: torch.device) -> torch.Tensor:
+        made = self._per_device_tensors
+        if is_host(device) and not self.master.is_cpu and made.get(device) is None:
+            made[device] = self.master.to(device, copy=True)
+        copied: torch.Tensor = get(self, device)
+        return copied
+
+    replicator.get = get_arrived
+
+
+def _bring_to_host(optimizer: torch.optim.Optimizer) -> None:
+    """Move tensors of a scaler on ``optimizer``, whose step on the host begins, there."""
+    for name in _FUSED:
+        value = getattr(optimizer, name, None)
+        if isinstance(value, torch.Tensor) and not value.is_cpu:
+            setattr(optimizer, name, value.cpu())
 
 
 def movable_weights(model: torch.nn.Module, in_arena: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
     """Trained weights of ``model`` that are ``in_arena`` or whose memory is theirs alone, so that it can be another.
 
     One that shares its memory with a tensor from elsewhere, as a piece of a flat vector does, stays where it is:
-    whoever writes there means the weight.
+    a write there is one to the weight.
 
     Raises:
         ConfigError: such a weight is not on the host.

@@ -1,4 +1,4 @@
-"""What stands on a device for tensors of the host while forwards run: a visitor for each that a forward has read."""
+"""Copies on a device of tensors of the host while forwards run: a visitor for each tensor that a forward has read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLES = ("_parameters", "_buffers")
 _DATA: Any = torch._C.TensorBase.data
 
 
-class Visitor(torch.Tensor):
+class _Visitor(torch.Tensor):
     """A copy of ``home``, to which PyTorch's functions are those of a plain tensor.
 
     No count of versions tells of ``.data`` and ``.grad``: an assignment goes home at once, and ``written`` says that
@@ -35,7 +35,7 @@ class Visitor(torch.Tensor):
     written: bool
 
     @classmethod
-    def of(cls, home: torch.Tensor, copy: torch.Tensor) -> Visitor:
+    def of(cls, home: torch.Tensor, copy: torch.Tensor) -> _Visitor:
         """``copy`` as the visitor of ``home``, with the same way back for gradients."""
         made: Any = copy.as_subclass(cls) if copy.requires_grad else torch.Tensor._make_subclass(cls, copy)
         made.home, made.written = home, False
@@ -54,7 +54,6 @@ class Visitor(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """That of ``home``."""
         return self.home.grad
 
     @grad.setter
@@ -76,7 +75,7 @@ class _Leaf:
         if self.visitor._version == self.version and not getattr(self.visitor, "written", False):
             return False
         self.version = self.visitor._version
-        if isinstance(self.visitor, Visitor):
+        if isinstance(self.visitor, _Visitor):
             self.visitor.written = False
         now = _DATA.__get__(self.visitor).to(self.home.device)
         if torch.equal(now, _DATA.__get__(self.home)):
@@ -88,7 +87,7 @@ class _Leaf:
 
 @dataclass(slots=True)
 class _Brought:
-    """What stands for ``home``, a tensor or a tree of such, and the plain tensors in it that are visitors."""
+    """The visitor of ``home``, a tensor or a tree of such, and the plain tensors in it that are visitors."""
 
     home: Any
     visitor: Any
@@ -111,7 +110,7 @@ class _Swapped:
 
 @dataclass(slots=True)
 class _Scope:
-    """What one forward of ``owner`` has brought, by identity and by whether gradients find back."""
+    """Visitors of one forward of ``owner``, by identity and by whether gradients find back."""
 
     owner: object
     brought: dict[tuple[int, bool], _Brought] = field(default_factory=dict)
@@ -122,7 +121,7 @@ class _Scope:
 
 class Visits:
     """The visitors of one model. Each thread has its own, which live as long as the innermost forward that runs there
-    when they are first read: whoever reads them within it gets the same ones."""
+    when they are first read: all reads within it get the same ones."""
 
     def __init__(self, visit: Visit, model: torch.nn.Module | None = None, plain: Iterable[torch.Tensor] = ()) -> None:
         """``plain``: tensors that visit where attributes of modules of ``model`` hold them, as weights and buffers do
@@ -183,7 +182,7 @@ class Visits:
         return replaced_tensors(arguments, self._visit)
 
     def leave(self, owner: object) -> None:
-        """The innermost forward ends, if it is one of ``owner``: what it has written to visitors goes home."""
+        """The innermost forward ends, if it is one of ``owner``: its writes to visitors go home."""
         if not self.scopes or self.scopes[-1].owner is not owner:
             return
         scope = self.scopes[-1]
@@ -195,7 +194,7 @@ class Visits:
                 self._drop(brought)
             for table, attributes, name, home in scope.taken:
                 # Put back as an attribute, which hides an entry of a table.
-                if isinstance(attributes.get(name), Visitor) and attributes[name].home is home:
+                if isinstance(attributes.get(name), _Visitor) and attributes[name].home is home:
                     del attributes[name]
                     dict.__setitem__(table, name, home)
         finally:
@@ -203,7 +202,6 @@ class Visits:
 
     @contextmanager
     def forward(self, owner: object) -> Iterator[None]:
-        """Around a forward of ``owner``."""
         self.enter(owner)
         try:
             yield
@@ -212,7 +210,7 @@ class Visits:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Inside, this thread reads the tensors themselves, whatever forwards run around."""
+        """Inside, this thread reads the tensors themselves, as a plan does, though forwards run around."""
         scopes = self.scopes
         swapped = [swap for scope in scopes for swap in scope.swapped]
         for scope in scopes:
@@ -235,7 +233,7 @@ class Visits:
             attributes[key] = visitor
 
     def bring(self, home: Any, rebuild: Callable[[Any, Visit], Any] = rebuilt, *, written: bool = False) -> Any:
-        """What a forward that runs in this thread reads in the place of ``home``; ``home`` itself where none runs.
+        """The tensor that a forward in this thread reads in the place of ``home``; ``home`` itself where none runs.
 
         ``written``: the forward may write to it in a way that no count of versions tells of.
         """
@@ -254,13 +252,13 @@ class Visits:
             if not known.leaves:
                 return home
             scopes[-1].brought[id(home), wants_grad] = known
-        if written and isinstance(known.visitor, Visitor):
+        if written and isinstance(known.visitor, _Visitor):
             known.visitor.written = True
         return known.visitor
 
     def home_of(self, value: Any) -> Any:
         """The tensor that ``value`` visits for; ``value`` itself if it visits for none."""
-        if isinstance(value, Visitor):
+        if isinstance(value, _Visitor):
             return value.home
         for scope in self.scopes:
             for brought in scope.brought.values():
@@ -288,7 +286,7 @@ class Visits:
         if visitor is leaf:
             return leaf
         if type(leaf) in _PLAIN:
-            visitor = Visitor.of(leaf, visitor)
+            visitor = _Visitor.of(leaf, visitor)
         leaves.append(_Leaf(leaf, visitor, visitor._version, visitor.untyped_storage().data_ptr()))
         if visitor.numel():
             self.addresses[leaves[-1].address] = leaf
@@ -304,8 +302,8 @@ class Visits:
 pure(Visits)
 
 
-class VisitingTable(dict[str, Any]):
-    """A module's parameters or buffers: what a forward reads of them are visitors.
+class _VisitingTable(dict[str, Any]):
+    """A module's parameters or buffers, of which forwards read visitors.
 
     Code in C that reads it past its methods gets the entries themselves, as everything does outside of forwards.
     """
@@ -365,7 +363,7 @@ class VisitingTable(dict[str, Any]):
             self[key] = default
         return self[key]
 
-    def __ior__(self, other: Any) -> VisitingTable:  # type: ignore[override, misc]
+    def __ior__(self, other: Any) -> _VisitingTable:  # type: ignore[override, misc]
         self.update(other)
         return self
 
@@ -374,8 +372,23 @@ class VisitingTable(dict[str, Any]):
         if module is None:
             return entries
         # In the copy of a model hooks have a copy of the visits, too.
-        return VisitingTable(self._name, entries, module, copy.deepcopy(self._visits, memo))
+        return _VisitingTable(self._name, entries, module, copy.deepcopy(self._visits, memo))
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         # What is saved of a model has plain tables.
         return dict, (), None, None, iter(dict.items(self))
+
+
+def watch_tables(model: torch.nn.Module, visits: Visits) -> None:
+    """From now on forwards read visitors of the weights and buffers of ``model``."""
+    for module in model.modules():
+        for name in TABLES:
+            vars(module)[name] = _VisitingTable(name, vars(module)[name], module, visits)
+
+
+def restore_tables(model: torch.nn.Module) -> None:
+    """Undo ``watch_tables``."""
+    for attributes in [vars(module) for module in model.modules()]:
+        for name in TABLES:
+            if isinstance(attributes[name], _VisitingTable):
+                attributes[name] = dict(dict.items(attributes[name]))

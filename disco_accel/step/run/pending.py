@@ -97,7 +97,7 @@ class PendingStep:
         return self.step.executor.leave(outputs)
 
     def _take_engine(self) -> None:
-        self.state.memory.take_engine(self)
+        self.state.memory.take_engine(self.suspend)
         self.running = True
         if self.traced:
             self.step.executor.set_tracing(True)
@@ -196,7 +196,7 @@ class PendingStep:
 
     def _release(self) -> None:
         self.running = False
-        self.state.memory.release_engine(self)
+        self.state.memory.release_engine(self.suspend)
 
     def _python_change(self) -> str | None:
         """Names Python state that a backward's own code would read otherwise than the capture did."""

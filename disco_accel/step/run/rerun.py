@@ -18,7 +18,7 @@ from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.returned_fields import field_at
 from disco_accel.capture.step import UNREACHED
 from disco_accel.errors import CaptureError, ExecutionError
-from disco_accel.step.budget.grant_source import GrantWithdrawn
+from disco_accel.step.budget.grant_source import GrantChanged
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.dynamo import not_compiled
@@ -167,7 +167,7 @@ class Rerun:
         while True:
             try:
                 return planned()
-            except GrantWithdrawn:
+            except GrantChanged:
                 self.state.budgets.follow()
 
     def _eager_gradients(self, tangents: Mapping[str, torch.Tensor], error: CaptureError) -> dict[str, torch.Tensor]:

@@ -14,15 +14,13 @@ from disco_accel.config.settings import DiscoConfig, Settings, shared_weights_fo
 from disco_accel.native.backend import backend_of, release_workspaces, run_device
 from disco_accel.observe.log_to_stderr import show_messages
 from disco_accel.step.budget.engine_memory import EngineMemory
-from disco_accel.step.budget.grant_source import GivenBudget, shared_grants
+from disco_accel.step.budget.grant_source import shared_grants
 from disco_accel.step.budget.moving_budget import MovingBudget
 from disco_accel.step.budget.plan_loader import PlanLoader
 from disco_accel.step.capture_lock import Gate
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.gradients.accumulation import Accumulation
-from disco_accel.step.gradients.clipping_norms import norms_for_clipping
-from disco_accel.step.gradients.gradient_norms import GradientNorms
-from disco_accel.step.gradients.model_gradients import ModelGradients
+from disco_accel.step.gradients.accumulation import Accumulation, ModelGradients
+from disco_accel.step.gradients.gradient_norms import GradientNorms, norms_for_clipping
 from disco_accel.step.optimizer_home import (
     OptimizerHome,
     TrainedBytes,
@@ -31,9 +29,9 @@ from disco_accel.step.optimizer_home import (
     optimizer_home,
     update_asked,
 )
+from disco_accel.step.placement.distributed import FrozenSharing
 from disco_accel.step.placement.gradient_memory import GradientMemory
 from disco_accel.step.placement.model_placement import Placement
-from disco_accel.step.placement.shared_frozen import FrozenSharing
 from disco_accel.step.run.arguments import BindArguments, binder_of
 from disco_accel.step.run.frontend import Frontend
 from disco_accel.step.run.one_backward import CastRegions
@@ -151,7 +149,7 @@ class Session:
         release_workspaces(self.memory.device)
         grant, folder = self.budgets.grant, self.setup.config.report_dir
         if grant.moving and folder is not None:
-            grant.history.draw(Path(folder) / "budget.png", grant.moves)
+            grant.draw_history(Path(folder) / "budget.png")
         self.budgets.close()
         self.memory.close()
 
@@ -187,8 +185,8 @@ def _gradients(
 
 def _budgets(setup: ModelSetup, memory: EngineMemory) -> MovingBudget:
     given, shared = setup.settings.memory_budget, setup.config.memory_budget == "shared"
-    source = shared_grants(_machine_devices(setup), run_of_launcher()) if shared else GivenBudget(given)
-    most = source.most()
+    source = shared_grants(_machine_devices(setup), run_of_launcher()) if shared else None
+    most = None if source is None else source.most()
     return MovingBudget(memory, source, given if most is None else min(given, most), setup.host_memory)
 
 

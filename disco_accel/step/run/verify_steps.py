@@ -29,7 +29,7 @@ from disco_accel.step.capture_lock import Gate
 from disco_accel.step.compile.compiled_step import CompiledStep, shared_weights
 from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.placement.model_placement import Placement
-from disco_accel.step.placement.saved_on_host import saved_on_host
+from disco_accel.step.placement.streamed_eager import saved_on_host
 from disco_accel.step.run.inner_forwards import own_forward_runs
 from disco_accel.step.run.step_inputs import generator_from
 

@@ -1,1 +1,1 @@
-"""Updates of trained weights in host memory, put off to the head of the next step's plan."""
+"""Updates of trained weights in host memory, deferred to the head of the next step's plan."""

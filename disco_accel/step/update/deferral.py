@@ -1,4 +1,4 @@
-"""Puts an optimizer's ``step()`` off until the next forward of its model, and does it by hand when anybody may look.
+"""Defers an optimizer's ``step()`` to the next forward of its model, and does it by hand when anybody may look.
 
 ``step()`` itself runs, with nothing to do: before it, the gradients of the model's weights are taken away, and given
 back behind it. The update is *pending* from then on. A planned step takes it over; any other read or write of the
@@ -16,31 +16,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from disco_accel.errors import ExecutionError
+from disco_accel.errors import ExecutionError, StatesTorn
 from disco_accel.native.host_memory import WatchedTensors, expect_rewrite, writes_are_watched
 from disco_accel.step.placement.trained_weights import before_updates
-from disco_accel.step.update.clipping import ClippedGradients
-from disco_accel.step.update.pending_reads import PendingReads, not_intercepted, reads_of
+from disco_accel.step.update.pending_reads import PendingReads, SettlingHooks, not_intercepted, reads_of
 from disco_accel.step.update.pending_update import GradientsAway, ParameterUpdate, PendingUpdate, parts_of
-from disco_accel.step.update.settling_hooks import SettlingHooks
-from disco_accel.step.update.torn_states import TornStates
+
+_TORN = (
+    "update: deferred: a forward ended in the middle of the update of the step before: some weights have it and others "
+    "do not. Load a checkpoint of the model and of its optimizer (load_state_dict)"
+)
 
 _deferring: weakref.WeakSet[Deferral] = weakref.WeakSet()
 
 
-@dataclass
-class UpdateCounts:
-    """Updates that were ``planned``, that were done ``by_hand``, and clippings whose products were left to updates."""
-
-    planned: int = 0
-    by_hand: int = 0
-    clips: int = 0
-
-
 @dataclass(frozen=True)
-class OwnTensors:
+class _OwnTensors:
     """``on_host``: whether a tensor is a trained weight of ``model``; ``watchable``: whether the system can tell that a
     gradient was written to."""
 
@@ -56,10 +49,7 @@ class OwnTensors:
 
 
 class Deferral:
-    """The updates of one prepared model that are put off.
-
-    Used under the session's lock, which ``lock`` is.
-    """
+    """The deferred updates of one prepared model. Used under the session's lock, which ``lock`` is."""
 
     def __init__(
         self,
@@ -71,23 +61,26 @@ class Deferral:
         ready: Callable[[torch.optim.Optimizer], object] | None = None,
         asked: str = "deferred",
     ) -> None:
-        """``on_host``, ``watchable``: as of ``OwnTensors``. ``ready`` makes an optimizer's state what its next update
-        needs. ``asked``: ``update`` in the config."""
-        self._ours, self._lock, self._ready = OwnTensors(weakref.ref(model), on_host, watchable), lock, ready
-        self._tell = functools.partial(_tell, say, asked)
+        """``on_host``, ``watchable``: as of ``_OwnTensors``. ``ready`` prepares an optimizer's state for its next
+        update. ``asked``: ``update`` in the config."""
+        self._ours, self._lock, self._ready = _OwnTensors(weakref.ref(model), on_host, watchable), lock, ready
+        self._tell: Callable[[str], None] = lambda reason: say(
+            f"update: {asked} defers nothing: {reason}; optimizer.step() updates as it is called"
+        )
         self.paused = False
         """Whether ``optimizer.step()`` updates as it is called."""
         self.deferring = True
-        """Whether the last ``optimizer.step()`` was put off, the first one aside, which makes moments."""
+        """Whether the last ``optimizer.step()`` was deferred, the first one aside, which makes moments."""
         self.seen = False
         """Whether an optimizer's ``step()`` was."""
-        self.counts = UpdateCounts()
+        self.counts = {"updates_planned": 0, "updates_settled": 0, "clips_deferred": 0}
+        """Updates done by plans and by hand, and clippings whose products were left to updates."""
         self.pending: PendingUpdate | None = None
         self.reads = PendingReads(self.settle, lock)
         self._watch: WatchedTensors | None = None
         """The parameters and gradients of the pending update, which nobody may write to."""
-        self._away, self._clipped = GradientsAway(), ClippedGradients()
-        self._torn, self._hooks = TornStates(model), SettlingHooks(model, self)
+        self._away, self._clipped = GradientsAway(), _ClippedGradients()
+        self._torn, self._hooks = _TornStates(model), SettlingHooks(model, self.settle, self.loads)
         _deferring.add(self)
         _hook_all_optimizers()
 
@@ -95,7 +88,7 @@ class Deferral:
         """Do the update that is pending now.
 
         Raises:
-            ExecutionError: what it needs was changed since; that update is lost.
+            ExecutionError: a tensor of it was changed since; that update is lost.
             StatesTorn: an update before ended in the middle.
         """
         self._torn.require_whole()
@@ -109,7 +102,7 @@ class Deferral:
                     self.pending = None
                     pending.run()
                     self._clipped.multiply()
-                    self.counts.by_hand += 1
+                    self.counts["updates_settled"] += 1
             finally:
                 self.reads.lift()
 
@@ -154,7 +147,7 @@ class Deferral:
         """A plan has done the update that is pending."""
         self.pending = None
         self._clipped.multiply()
-        self.counts.planned += 1
+        self.counts["updates_planned"] += 1
 
     def torn(self) -> None:
         """A plan has done some of the pending update and will not do the rest."""
@@ -168,7 +161,7 @@ class Deferral:
             self.settle()
 
     def remove(self) -> None:
-        """Settle, and put nothing off any more."""
+        """Settle, and defer nothing any more."""
         _deferring.discard(self)
         self._hooks.remove()
         self.settle()
@@ -216,12 +209,12 @@ class Deferral:
             self._torn.begins(optimizer)
             with not_intercepted():
                 torch._foreach_add_([part.steps for part in parts], 1)
-                self._put_off(parts)
+                self._defer(parts)
             self.reads.close()
             self._away.take(parts)
 
     def _fenced(self, parts: tuple[ParameterUpdate, ...]) -> tuple[ParameterUpdate, ...] | str:
-        """``parts``, whose tensors this thread alone may read; or why their update cannot be put off."""
+        """``parts``, whose tensors this thread alone may read; or why their update cannot be deferred."""
         kept = [(part.parameter, tensor) for part in parts for tensor in (*part.changed, part.steps)]
         held = self.reads.fence(tensor for _, tensor in kept)
         if held < 0:
@@ -232,7 +225,7 @@ class Deferral:
             "state_dict or a NumPy array that was kept does, and may read it at any time"
         )
 
-    def _put_off(self, parts: Sequence[ParameterUpdate]) -> None:
+    def _defer(self, parts: Sequence[ParameterUpdate]) -> None:
         self.pending = PendingUpdate.of(parts)
         if writes_are_watched():
             gradients = [part.gradient for part in parts if self._ours.watchable(part.gradient)]
@@ -241,15 +234,18 @@ class Deferral:
             self._watch = WatchedTensors([*(part.parameter for part in parts), *gradients])
 
     def clip(self, parameters: Sequence[torch.Tensor], coefficient: torch.Tensor) -> list[torch.Tensor]:
-        """Leave the product of gradients with ``coefficient``, of no dimension, to the next update; returns the
-        parameters whose next update is not expected to be put off, and those of gradients in other memory than ours."""
+        """Leave the product of gradients with ``coefficient``, of no dimension, to the next update.
+
+        Returns the parameters whose gradients are to be multiplied now: those whose next update is not expected to be
+        deferred, and those of gradients in other memory than ours.
+        """
         with self._lock:
             if self.pending is not None:
                 self.settle()
             expected = [p for p in parameters if id(p) in self._clipped.expected]
             left = {id(p) for p in expected if self._ours.on_host(p) and self._may_wait(p.grad)}
             self._clipped.note((p for p in parameters if id(p) in left), coefficient)
-            self.counts.clips += bool(left)
+            self.counts["clips_deferred"] += bool(left)
             return [p for p in parameters if id(p) not in left]
 
     def _may_wait(self, gradient: torch.Tensor | None) -> bool:
@@ -260,20 +256,74 @@ class Deferral:
         with self._lock:
             self._clipped.multiply()
 
-    def after_step(self) -> None:
-        """``optimizer.step()`` has run."""
-        self._away.give_back()
+
+class _ClippedGradients:
+    """Gradients of one model that are still to be multiplied by the coefficient of their clipping."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        """Parameter, gradient, coefficient of no dimension."""
+        self.expected: frozenset[int] = frozenset()
+        """Ids of parameters whose next update is deferred if it is as the last one was."""
+
+    def note(self, parameters: Iterable[torch.Tensor], coefficient: torch.Tensor) -> None:
+        """The gradients of ``parameters`` are to be multiplied by ``coefficient``."""
+        self._noted += [(p, p.grad, coefficient) for p in parameters if p.grad is not None]
+
+    def coefficients(self) -> dict[int, torch.Tensor]:
+        """By id of a gradient."""
+        return {id(gradient): coefficient for _, gradient, coefficient in self._noted}
+
+    def multiply(self) -> None:
+        """Multiply those that their parameters still have, as PyTorch does; forget all."""
+        noted = [(g, c) for parameter, g, c in self._noted if parameter.grad is g]
+        self._noted.clear()
+        expect_rewrite([gradient for gradient, _ in noted])
+        with torch.no_grad():
+            for gradient, coefficient in noted:
+                gradient.mul_(coefficient)
 
 
-def _tell(say: Callable[[str], None], asked: str, reason: str) -> None:
-    say(f"update: {asked} defers nothing: {reason}; optimizer.step() updates as it is called")
+class _TornStates:
+    """Weights and moments of one model of which an update has changed some and will not change the rest, until others
+    are loaded."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self.weights = False
+        """Whether weights are torn."""
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Those whose moments are torn."""
+        self._updating: weakref.ref[torch.optim.Optimizer] | None = None
+
+    def begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """The next update is one of ``optimizer``."""
+        self._updating = weakref.ref(optimizer)
+
+    def tear(self) -> None:
+        """The update has ended in the middle."""
+        self.weights = True
+        optimizer = None if self._updating is None else self._updating()
+        if optimizer is not None:
+            self._optimizers.add(optimizer)
+
+    def loads(self, loaded: torch.nn.Module | torch.optim.Optimizer) -> None:
+        """``loaded`` is about to load weights or moments: all of its own, if it is the model itself or an optimizer."""
+        if loaded is self._model():
+            self.weights = False
+        elif isinstance(loaded, torch.optim.Optimizer):
+            self._optimizers.discard(loaded)
+
+    def require_whole(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Raise StatesTorn if weights are torn, or moments of ``optimizer``."""
+        if self.weights or (optimizer is not None and optimizer in self._optimizers):
+            raise StatesTorn(_TORN)
 
 
 @functools.cache
 def _hook_all_optimizers() -> None:
     before_updates.append(_settle_before)
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_fork() -> None:
@@ -298,9 +348,3 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Iterable[Any], kwargs: 
     closure = next(iter((*args, None)[1:]), None) or kwargs.get("closure")
     for deferral in list(_deferring):
         deferral.before_step(optimizer, closure is not None)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    del optimizer
-    for deferral in list(_deferring):
-        deferral.after_step()

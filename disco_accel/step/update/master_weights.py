@@ -1,27 +1,27 @@
 """``master_weights: fp32``: an optimizer of PyTorch's updates fp32 masters of a model's bf16 and fp16 weights.
 
 ``step()`` itself runs, without the gradients of these weights: a hook that runs as the last one before it has updated
-masters, moments and weights with them. What else it updates, it updates as ever.
+masters, moments and weights with them. ``step()`` updates other parameters as ever.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from disco_accel.errors import ConfigError
 from disco_accel.step.optimizer_home import ROUNDED
-from disco_accel.step.update.master_state import Loading, follow, give_up, keep
 from disco_accel.step.update.pending_update import (
     MASTER,
+    PIECE_BY_HAND,
     GradientsAway,
-    OwnHook,
     ParameterUpdate,
     part_of,
     settings_of,
@@ -29,6 +29,22 @@ from disco_accel.step.update.pending_update import (
 )
 
 logger = logging.getLogger("disco_accel")
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_BITS = torch.int16
+
+_ADOPTED = (
+    "master_weights: fp32: the optimizer's state has no masters, as one of a script without them: they begin as the "
+    "weights are, the moments as they are"
+)
+_CAST = (
+    "master_weights: fp32: the optimizer's masters were cast, as load_state_dict does to an optimizer of a model that "
+    "is not prepared yet: they begin anew as the weights are. Load the state behind prepare()"
+)
+_WRITTEN = (
+    "master_weights: fp32: weights were written to by somebody else than their optimizer: their masters begin anew as "
+    "these are, where they have changed"
+)
 
 _masters: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
 
@@ -65,18 +81,18 @@ class MasterWeights:
         return [p for group in optimizer.param_groups for p in group["params"] if id(p) in weights]
 
     def update_last(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let ``update`` be the last hook that runs before ``optimizer.step()``: others may clip gradients."""
+        """Make ``update`` the last hook that runs before ``optimizer.step()``: others may clip gradients."""
         if optimizer in self._handles:
             self._handles[optimizer].remove()
         self._handles[optimizer] = optimizer.register_step_pre_hook(_Update(self))
 
     def ready(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have in the state of ``optimizer`` what its next update needs. Raises ConfigError as ``update``."""
+        """Prepare the state of ``optimizer`` for its next update. Raises ConfigError as ``update``."""
         with self._lock, torch.no_grad():
-            follow(self._parts(optimizer), self._say, run=False)
+            _follow_weights(self._parts(optimizer), self._say, run=False)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do what ``optimizer.step()`` is to do with the masters, and take the gradients away that have been used.
+        """Update masters and their weights as ``optimizer.step()`` is to, and take the used gradients away.
 
         Raises:
             ConfigError: it cannot be done; nothing is.
@@ -85,7 +101,7 @@ class MasterWeights:
             parts = self._parts(optimizer)
             for part in parts:
                 part.steps.add_(1)
-            follow(parts, self._say, run=True)
+            _follow_weights(parts, self._say, run=True)
             self._away.take(parts)
 
     def _parts(self, optimizer: torch.optim.Optimizer) -> list[ParameterUpdate]:
@@ -102,19 +118,15 @@ class MasterWeights:
                     continue
                 if not parameter.is_contiguous() or not parameter.is_cpu:
                     raise _refusal(f"a parameter of shape {list(parameter.shape)} is no contiguous CPU tensor")
-                keep(parameter, optimizer.state[parameter], self._say)
+                _keep(parameter, optimizer.state[parameter], self._say)
                 part = part_of(parameter, optimizer.state[parameter], lr, settings)
                 if isinstance(part, str):
                     raise _refusal(part)
                 parts.append(part)
         return parts
 
-    def after_step(self) -> None:
-        """``optimizer.step()`` has run."""
-        self._away.give_back()
 
-
-class _Update(OwnHook):
+class _Update:
     """The hook that updates."""
 
     def __init__(self, masters: MasterWeights) -> None:
@@ -147,7 +159,6 @@ def _refusal(reason: str) -> ConfigError:
 @functools.cache
 def _hook_all_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
     # PyTorch has no hook for all optimizers here, and a state is loaded before the first step.
     optimizer: Any = torch.optim.Optimizer
     optimizer.load_state_dict = _keeping_fp32(optimizer.load_state_dict)
@@ -168,12 +179,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             len(left),
         )
     for parameter, state in left:
-        give_up(parameter, state)
-
-
-def _after_step(*_: Any) -> None:
-    for masters in list(_masters):
-        masters.after_step()
+        _give_up(parameter, state)
 
 
 def _keeping_fp32(load: Callable[..., None]) -> Callable[..., None]:
@@ -182,7 +188,7 @@ def _keeping_fp32(load: Callable[..., None]) -> Callable[..., None]:
         kept = {id(p) for masters in list(_masters) for p in masters.of(self)}
         if not kept:
             return load(self, state_dict)
-        loading = Loading(lambda parameter: id(parameter) in kept)
+        loading = _Loading(lambda parameter: id(parameter) in kept)
         handles = [
             self.register_load_state_dict_pre_hook(loading.before),
             self.register_load_state_dict_post_hook(loading.behind, prepend=True),
@@ -194,3 +200,90 @@ def _keeping_fp32(load: Callable[..., None]) -> Callable[..., None]:
                 handle.remove()
 
     return load_state_dict
+
+
+def _keep(parameter: torch.Tensor, state: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Make tensors of ``state`` that an update of ``parameter`` by way of its master needs and that are missing."""
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state[MASTER] = _widened(parameter)
+        state |= {name: torch.zeros_like(state[MASTER]) for name in _MOMENTS}
+        return
+    master = state.get(MASTER)
+    if master is None or master.dtype is not torch.float32:
+        say(_ADOPTED if master is None else _CAST)
+        state[MASTER] = _widened(parameter)
+    for name in _MOMENTS:
+        state[name] = state[name].to(torch.float32)
+
+
+def _follow_weights(parts: Iterable[ParameterUpdate], say: Callable[[str], None], *, run: bool) -> None:
+    """Set masters to their parameters wherever these are not their rounded values; ``run``: then update."""
+    written = False
+    for part in parts:
+        assert part.master is not None
+        count = part.parameter.numel()
+        # Piece by piece, while it is in the processor's caches.
+        for begin in range(0, count, PIECE_BY_HAND):
+            end = min(begin + PIECE_BY_HAND, count)
+            written |= _follow_piece(part.master.view(-1)[begin:end], part.parameter.detach().view(-1)[begin:end])
+            if run:
+                part.run(begin, end)
+    if written:
+        say(_WRITTEN)
+
+
+def _give_up(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    """Make ``state`` that of an optimizer without masters."""
+    del state[MASTER]
+    state |= {name: state[name].to(parameter.dtype) for name in _MOMENTS if name in state}
+
+
+def _widened(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().to(torch.float32)
+
+
+def _follow_piece(master: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a weight was not the rounded value of its master."""
+    rounded, bits = master.to(weight.dtype).view(_BITS), weight.view(_BITS)
+    if torch.equal(rounded, bits):
+        return False
+    master.copy_(torch.where(rounded == bits, master, weight.to(torch.float32)))
+    return True
+
+
+class _Loading:
+    """Hooks around one ``load_state_dict`` of an optimizer, which casts its input to the dtypes of the parameters: one
+    takes float32 tensors away before, one puts them in behind."""
+
+    def __init__(self, has_master: Callable[[torch.Tensor], bool]) -> None:
+        """``has_master``: of a parameter."""
+        self._has_master = has_master
+        self._taken: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+
+    def before(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The hook before it: ``state_dict`` without tensors that would be cast."""
+        parameters = dict(zip(_of_groups(state_dict["param_groups"]), _of_groups(optimizer.param_groups), strict=False))
+        states = dict(state_dict["state"])
+        for number, state in states.items():
+            parameter = parameters.get(number)
+            if parameter is None or not isinstance(state, dict) or not self._has_master(parameter):
+                continue
+            taken = {
+                name: value.to(parameter.device).contiguous()
+                for name in (MASTER, *_MOMENTS)
+                if isinstance(value := state.get(name), torch.Tensor) and value.dtype is torch.float32
+            }
+            self._taken[parameter] = taken
+            states[number] = {name: value for name, value in state.items() if name not in taken}
+        return {**state_dict, "state": states}
+
+    def behind(self, optimizer: torch.optim.Optimizer) -> None:
+        """The hook behind it."""
+        for parameter, taken in self._taken.items():
+            optimizer.state[parameter].update(taken)
+        self._taken.clear()
+
+
+def _of_groups(groups: list[dict[str, Any]]) -> Iterator[Any]:
+    return itertools.chain.from_iterable(group["params"] for group in groups)

@@ -2,13 +2,14 @@
 
 Two fences, both lifted before the update runs. The class of each tensor is changed to one whose ``__torch_function__``
 settles the update: every function and method of PyTorch goes through it, in any thread. And the tensor's storage
-refuses access to its data, with a message that names the remedy, to readers that PyTorch's functions do not see:
-extensions in C++, and other tensors over the same storage, as ``parameter.data`` made earlier is one.
+refuses access to its data, with a message that names the remedy. That is for readers that PyTorch's functions do not
+see: extensions in C++, and other tensors over the same storage, as ``parameter.data`` made earlier is one.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import GetSetDescriptorType
@@ -142,7 +143,7 @@ class _Pending:
 
 
 def reads_of(tensor: torch.Tensor) -> PendingReads | None:
-    """Who watches over reads of ``tensor``, if its update is pending."""
+    """The watch over reads of ``tensor``, if its update is pending."""
     kind = type(tensor)
     return kind.reads if issubclass(kind, _Pending) else None
 
@@ -158,3 +159,61 @@ def _read(func: Callable[..., Any], types: Iterable[type], args: Any, kwargs: di
         return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+class SettlingHooks:
+    """Hooks of one model, and of the optimizers that update it, before which a pending update is done."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        settle: Callable[[], None],
+        loads: Callable[[torch.nn.Module | torch.optim.Optimizer], None],
+    ) -> None:
+        """Methods that are not kept alive: ``settle`` does the update; ``loads`` is called with a module or an
+        optimizer that is about to load weights or moments."""
+        self._settle, self._loads = _Hook(settle), _Hook(loads, loads=True)
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._handles: list[Any] = []
+        for module in model.modules():
+            # Weights that an update has left torn are not saved.
+            self._handles.append(module.register_state_dict_pre_hook(self._settle))
+            self._handles.append(module.register_load_state_dict_pre_hook(self._loads))
+            # The model's own forward settles where it does not run from a plan.
+            own = module is not model and any(p.requires_grad for p in module.parameters(recurse=False))
+            if own:
+                self._handles.append(module.register_forward_pre_hook(self._settle))
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` updates the model."""
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._handles.append(optimizer.register_state_dict_pre_hook(self._settle))
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(self._loads))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _Hook:
+    """A hook that settles; that of a copied or stored module does nothing."""
+
+    def __init__(self, method: Callable[..., None] | None = None, *, loads: bool = False) -> None:
+        """``loads``: ``method`` gets the module or optimizer."""
+        self._method = None if method is None else weakref.WeakMethod(method)
+        self._loads = loads
+
+    def __call__(self, caller: Any = None, *_: Any, **__: Any) -> None:
+        method = None if self._method is None else self._method()
+        if method is not None and not in_capture():
+            method(*((caller,) if self._loads else ()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()
+
+
+def settles(hook: object) -> bool:
+    """Whether ``hook`` of a module is one of these."""
+    return isinstance(hook, _Hook)

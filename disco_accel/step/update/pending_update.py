@@ -1,23 +1,29 @@
-"""What an optimizer's ``step()`` would do, taken down so that it can be done later: by hand, or as part of a plan.
+"""The work of an optimizer's ``step()``, noted so that it can be done later: by hand, or as part of a plan.
 
 Adam and AdamW with ``fused=True`` on the CPU: the same kernel does it in either way, so that bits agree.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+)
 
 from disco_accel.errors import ExecutionError
 
 
 @dataclass(frozen=True, slots=True)
 class AdamSettings:
-    """What a kernel of the update is made with. ``decoupled``: AdamW's weight decay, not Adam's."""
+    """Constants of a kernel of the update. ``decoupled``: AdamW's weight decay, not Adam's."""
 
     decoupled: bool
     beta1: float
@@ -32,12 +38,8 @@ class AdamSettings:
         return "aten::_fused_adamw_" if self.decoupled else "aten::_fused_adam_"
 
 
-class OwnHook:
-    """A hook of ours before an optimizer's ``step()``; those of others may look at gradients, or change them."""
-
-
 Changed = tuple[torch.Tensor, ...]
-"""A parameter, its moments, exp_avg and exp_avg_sq, and its master if it has one: what an update writes to."""
+"""A parameter, its moments, exp_avg and exp_avg_sq, and its master if it has one: an update writes to them."""
 
 MASTER = "master"
 """The key of a master in an optimizer's state."""
@@ -65,7 +67,7 @@ class ParameterUpdate:
 
     @property
     def changed(self) -> Changed:
-        """What the update writes to."""
+        """The tensors that the update writes to."""
         master = () if self.master is None else (self.master,)
         return self.parameter, self.exp_avg, self.exp_avg_sq, *master
 
@@ -109,7 +111,7 @@ class ParameterUpdate:
         )
 
     def round(self, begin: int = 0, end: int | None = None) -> None:
-        """Make the parameter what its master says."""
+        """Round the master into the parameter."""
         assert self.master is not None
         self.parameter.detach().view(-1)[begin:end].copy_(self.master.view(-1)[begin:end])
 
@@ -119,6 +121,8 @@ class GradientsAway:
 
     def __init__(self) -> None:
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        _away.add(self)
+        _give_back_after_steps()
 
     def take(self, parts: Sequence[ParameterUpdate]) -> None:
         """Those of ``parts``. Of a ``step()`` that failed none are given back any more."""
@@ -133,9 +137,22 @@ class GradientsAway:
         self._gradients.clear()
 
 
+_away: weakref.WeakSet[GradientsAway] = weakref.WeakSet()
+
+
+@functools.cache
+def _give_back_after_steps() -> None:
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(*_: Any) -> None:
+    for away in list(_away):
+        away.give_back()
+
+
 @dataclass(frozen=True)
 class PendingUpdate:
-    """The parts of one ``step()``, and what autograd counted of their tensors by then."""
+    """The parts of one ``step()``, and autograd's versions of their tensors by then."""
 
     parts: tuple[ParameterUpdate, ...]
     versions: tuple[tuple[int, ...], ...]
@@ -166,8 +183,8 @@ class PendingUpdate:
 
     @property
     def signature(self) -> Hashable:
-        """Equal for updates that one plan can do: parameters, what kernels are made with, and which of them share a
-        learning rate, a count or a coefficient."""
+        """Equal for updates that one plan can do: parameters, constants of kernels, and the ones that share a learning
+        rate, a count or a coefficient."""
         kinds = tuple(
             (id(p.parameter), p.settings, p.master is None, None if p.coefficient is None else p.coefficient.dtype)
             for p in self.parts
@@ -203,7 +220,7 @@ def _versions(parts: Sequence[ParameterUpdate]) -> tuple[tuple[int, ...], ...]:
 def parts_of(
     optimizer: torch.optim.Optimizer, on_host: Callable[[torch.Tensor], bool]
 ) -> tuple[ParameterUpdate, ...] | str:
-    """The parts of what ``optimizer.step()`` would do now; or why that cannot be put off.
+    """The parts of the update that ``optimizer.step()`` would do now; or why that cannot be deferred.
 
     Empty where there is nothing to do, or no state yet: the optimizer makes that in its first step. ``on_host``:
     whether a tensor is a trained weight of the model.
@@ -211,7 +228,7 @@ def parts_of(
     reason = why_not(optimizer)
     if reason is not None:
         return reason
-    if not all(isinstance(hook, OwnHook) for hook in optimizer._optimizer_step_pre_hooks.values()):
+    if not all(map(_is_own, optimizer._optimizer_step_pre_hooks.values())):
         return "the optimizer has a hook that runs before step(), which may change gradients"
     if optimizer._optimizer_step_post_hooks:
         return "the optimizer has a hook that runs after step(), which may look at the weights"
@@ -236,12 +253,12 @@ def parts_of(
 
 
 def _is_own(hook: object) -> bool:
-    """Whether a hook of all optimizers is one of ours."""
+    """Whether a hook before or after ``step()`` is one of ours: others may look at gradients, or change them."""
     return str(getattr(hook, "__module__", "")).startswith(_PACKAGE)
 
 
 def why_not(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why nobody but ``optimizer.step()`` itself can do what that does, if so."""
+    """Why only ``optimizer.step()`` itself can do its work, if so."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return f"{type(optimizer).__name__} is not torch.optim.AdamW or Adam"
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:

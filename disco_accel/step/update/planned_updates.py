@@ -1,29 +1,31 @@
-"""The updates of one prepared model that are put off, and the plans that do them."""
+"""The deferred updates of one prepared model, and the plans that do them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore
+from disco_accel.step.gradients.accumulation import Making
 from disco_accel.step.gradients.extended_graph import extended
 from disco_accel.step.update.deferral import Deferral
-from disco_accel.step.update.pending_update import PendingUpdate
 from disco_accel.step.update.updated_step import StepWithUpdate, step_with_update
-
-Making = Callable[[], AbstractContextManager[Callable[[str], None]]]
-"""Around the making of a plan: gives whom to tell of its stages."""
 
 _KINDS = 8
 """Plans for one step with updates that differ; an optimizer whose settings change all the time gets no more."""
 
 
+_CLIPPED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of a norm whose clipping an update takes."""
+
+
 class PlannedUpdates:
-    """``deferral`` is None where updates are done in ``optimizer.step()``."""
+    """``deferral``, to whose methods those of the same names lead, is None where ``optimizer.step()`` updates."""
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class PlannedUpdates:
         self._when_told: Callable[[], Deferral] | None = None
 
     def defer(self, deferral: Callable[[], Deferral], *, when_told: bool = False) -> None:
-        """From now on, or ``when_told`` by ``put_off``."""
+        """From now on, or ``when_told`` by ``set_deferring``."""
         if when_told:
             self._when_told = deferral
         else:
@@ -51,11 +53,11 @@ class PlannedUpdates:
 
     @property
     def told(self) -> bool:
-        """Whether ``put_off`` decides."""
+        """Whether ``set_deferring`` decides."""
         return self._when_told is not None
 
-    def put_off(self, wanted: bool) -> None:
-        """Put updates off from now on, or settle and have ``optimizer.step()`` do them. Where ``told``; raises as
+    def set_deferring(self, wanted: bool) -> None:
+        """Defer updates from now on, or settle and have ``optimizer.step()`` do them. Where ``told``; raises as
         ``Deferral.settle``."""
         if self._when_told is None or (self.deferral is None and not wanted):
             return
@@ -83,7 +85,8 @@ class PlannedUpdates:
         key = ("update", id(plain), pending.signature, norms)
         step = self._plans.get(key)
         if step is None and key not in self._without:
-            step = self._make(model, plain, pending, settings, store, making, norms)
+            planned = partial(step_with_update, model, plain, pending, settings, store, self._host_memory)
+            step = self._make(planned, plain, making, norms)
             if step is None:
                 self._without.add(key)
             else:
@@ -96,14 +99,7 @@ class PlannedUpdates:
         return step
 
     def _make(
-        self,
-        model: torch.nn.Module,
-        plain: CompiledStep,
-        pending: PendingUpdate,
-        settings: PlannerSettings,
-        store: PlanStore | None,
-        making: Making,
-        norms: bool,
+        self, planned: Callable[..., StepWithUpdate | None], plain: CompiledStep, making: Making, norms: bool
     ) -> StepWithUpdate | None:
         kinds = sum(key[:2] == ("update", id(plain)) and key[-1] is norms for key in self._plans)
         if kinds >= _KINDS:
@@ -115,10 +111,7 @@ class PlannedUpdates:
         with making() as stage:
             # Where norms have no room in the budget, the update may have.
             for norms_too in (True, False) if norms else (False,):
-                more = extended(plain, accumulate=False, norms=norms_too)
-                made = step_with_update(
-                    model, plain, pending, settings, store, self._host_memory, stage, self._update_on, more
-                )
+                made = planned(stage, self._update_on, extended(plain, accumulate=False, norms=norms_too))
                 if made is not None:
                     break
         if made is None:
@@ -134,42 +127,37 @@ class PlannedUpdates:
         return made
 
     def given(self, step: StepWithUpdate) -> dict[int, torch.Tensor]:
-        """What ``step`` is given of the pending update, by INPUT. Raises as ``Deferral.settle``."""
+        """Tensors of the pending update that ``step`` is given, by INPUT. Raises as ``Deferral.settle``."""
         assert self.deferral is not None
         pending = self.deferral.checked()
         assert pending is not None, "nothing settles between the choice of a step and its start"
         return step.given(pending)
 
     def taking(self) -> AbstractContextManager[None]:
-        """See ``Deferral.taking``."""
         return nullcontext() if self.deferral is None else self.deferral.taking()
 
     @property
     def seen(self) -> bool:
-        """Whether updates of the model's weights are not put off, or one was before now."""
+        """Whether an update of the model's weights came before now, or none is deferred."""
         return self.deferral is None or self.deferral.seen
 
     @property
     def waiting(self) -> bool:
-        """Whether an update is put off until the next step."""
+        """Whether an update is deferred to the next step."""
         return self.deferral is not None and self.deferral.pending is not None
 
     def settle(self) -> None:
-        """See ``Deferral.settle``."""
         if self.deferral is not None:
             self.deferral.settle()
 
     def clip(self, parameters: Sequence[torch.Tensor], coefficient: torch.Tensor) -> list[torch.Tensor]:
-        """See ``Deferral.clip``."""
         return [*parameters] if self.deferral is None else self.deferral.clip(parameters, coefficient)
 
     def multiply_clipped(self) -> None:
-        """See ``Deferral.multiply_clipped``."""
         if self.deferral is not None:
             self.deferral.multiply_clipped()
 
     def taken(self) -> None:
-        """See ``Deferral.taken``."""
         assert self.deferral is not None
         self.deferral.taken()
 
@@ -182,7 +170,7 @@ class PlannedUpdates:
             if not step.executor.counters()["changes"]:
                 return
             # Part of a piece may be done; what a device changes it changes in copies.
-            if step.executor.failed_vertex() in step.updated.ids_on_host:
+            if step.executor.failed_vertex() in {kernel.id for kernel in step.updated.kernels if kernel.on_host}:
                 self.deferral.torn()
                 return
             try:
@@ -195,20 +183,37 @@ class PlannedUpdates:
         step.executor.restore_states()
 
     def remove(self) -> None:
-        """Settle, and put nothing off any more."""
+        """Settle, and defer nothing any more."""
         if self.deferral is not None:
             self.deferral.remove()
             self.deferral = None
         self._when_told = None
 
     def stats(self) -> dict[str, Any]:
-        """When weights were updated last; where updates were put off, how many plans did, how many were done by hand,
-        and how many clippings were left to them."""
+        """When weights were updated last, and where updates are deferred the counts of ``Deferral``."""
         if self.deferral is None:
             return {"update": "step"}
-        return {
-            "update": "deferred" if self.deferral.deferring else "step",
-            "updates_planned": self.deferral.counts.planned,
-            "updates_settled": self.deferral.counts.by_hand,
-            "clips_deferred": self.deferral.counts.clips,
-        }
+        return {"update": "deferred" if self.deferral.deferring else "step", **self.deferral.counts}
+
+
+def clip_grad_norm(
+    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, updates: PlannedUpdates
+) -> torch.Tensor:
+    """As ``torch.nn.utils.clip_grad_norm_``, with the product of gradients left to ``updates`` where these take it.
+
+    Between the clipping and the update the gradients lie unclipped, so that this is for runs in which no other code
+    reads them there: ``integrate/accelerate/trainer_runs.py`` knows which these are.
+    """
+    utils: Any = torch.nn.utils
+    updates.multiply_clipped()
+    rest = list(parameters)
+    total: torch.Tensor = utils.get_total_norm([p.grad for p in rest if p.grad is not None], norm_type)
+    if max_norm == float("inf") and bool(total.isfinite()):
+        # The coefficient is 1.
+        return total
+    if type(total) is torch.Tensor and total.is_cpu and not total.dim() and total.dtype in _CLIPPED:
+        with torch.no_grad():
+            rest = updates.clip(rest, torch.clamp(float(max_norm) / (total + 1e-6), max=1.0))
+    if rest:
+        utils.clip_grads_with_norm_(rest, max_norm, total)
+    return total

@@ -22,19 +22,12 @@ weight, gradient, moments and master there at once."""
 _SIMULATED = 400_000
 """Vertices that are simulated for one choice, in all. Not tuned: it bounds the time of a choice for large graphs."""
 
-
 _ARENAS = (1, 2)
 """Parts of the arena that plans with updates on the device are made for. One for half of it has fewer kernels that wait
-for the bytes of state on its way home: simulated steps of 7B at 1 x 2048 in 22 GiB take 2.27 s instead of 2.79."""
+for the bytes of state on its way home. Simulated steps of 7B at 1 x 2048 in 22 GiB take 2.27 s instead of 2.79."""
 
-
-@dataclass(frozen=True, slots=True)
-class UpdatePlaces:
-    """Parts to update on the device, in a plan for ``arena`` bytes."""
-
-    on_device: frozenset[int]
-    arena: int
-
+UpdatePlaces = tuple[frozenset[int], int]
+"""Parts to update on the device, and the bytes of the arena of such a plan."""
 
 Measure = Callable[[TaskGraph, frozenset[int]], Mapping[int, OpRecord]]
 """Records of some kernels of a graph, by id."""
@@ -66,7 +59,7 @@ class UpdateChoice:
 
     def placed(self, on_device: Collection[int] = ()) -> UpdatedStep:
         """The step with the updates of the parts ``on_device`` there, without its kernels' seconds."""
-        return with_updates(self.graph, self.weights, self.parts, on_device, device_lr=self.device_lr)
+        return with_updates(self.graph, self.weights, self.parts, on_device, self.device_lr)
 
     def records(self, step: UpdatedStep) -> dict[int, OpRecord]:
         """By kernel of the updates."""
@@ -88,12 +81,11 @@ class UpdateChoice:
         whole = self.graph.devices[0].memory
         made: list[UpdatePlaces] = []
         if update_on == "device":
-            made.append(UpdatePlaces(frozenset(self._allowed(whole)), whole))
+            made.append((frozenset(self._allowed(whole)), whole))
         elif update_on == "auto":
             sizes = dict.fromkeys(whole // part for part in _ARENAS)
-            made += [UpdatePlaces(self._faster_on_device(size, machine), size) for size in sizes]
-        none = UpdatePlaces(frozenset(), whole)
-        return [*(choice for choice in made if choice.on_device), none]
+            made += [(self._faster_on_device(size, machine), size) for size in sizes]
+        return [*(choice for choice in made if choice[0]), (frozenset(), whole)]
 
     def _allowed(self, arena: int) -> list[int]:
         return [i for i, part in enumerate(self.parts) if part.parameter.nbytes * _PART_OF_ARENA <= arena]

@@ -1,7 +1,7 @@
 """Puts updates of trained weights at the head of a captured step, as kernels of a host device or of the step's own.
 
 Each weight becomes a value that changes over steps, of which every other vertex reads the last version. Kernels of the
-host device write it at home; those of the step's own load weight, moments and gradient, and what they make goes home.
+host device write it at home; those of the step's own load weight, moments and gradient, and their results go home.
 Weights are updated in the order of their first use, so that the forward of the first layer runs while the second is
 updated. Where a weight has a master in float32, each piece takes three kernels:
 its gradient in float32, the update of the master, the weight from the master. A gradient that clipping has left to the
@@ -51,8 +51,8 @@ _HOST_MEMORY = 1 << 46
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateInputs:
-    """INPUT ids of what the kernels of one parameter's update use. ``weight`` is the captured step's own."""
+class _UpdateInputs:
+    """INPUT ids of values that the kernels of one parameter's update use. ``weight`` is the captured step's own."""
 
     weight: int
     exp_avg: int
@@ -70,7 +70,7 @@ class UpdateInputs:
 
 
 class Stage(enum.Enum):
-    """What one kernel does for a piece; without a master and a coefficient that is the update alone."""
+    """The work of one kernel for a piece; without a master and a coefficient that is the update alone."""
 
     SCALE = enum.auto()
     CAST = enum.auto()
@@ -79,7 +79,7 @@ class Stage(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateKernel:
+class _UpdateKernel:
     """Vertex ``id`` does ``stage`` for elements ``begin`` to ``end`` of part ``part``, on the host or on the step's
     device."""
 
@@ -104,8 +104,8 @@ class UpdatedStep:
     device in the one order in which they run. ``device_lr``: dtype of the learning rate for the others."""
 
     graph: TaskGraph
-    inputs: tuple[UpdateInputs, ...]
-    kernels: tuple[UpdateKernel, ...]
+    inputs: tuple[_UpdateInputs, ...]
+    kernels: tuple[_UpdateKernel, ...]
     device_lr: str
 
     @property
@@ -113,8 +113,8 @@ class UpdatedStep:
         """Numbers of the parts that the step's device updates."""
         return frozenset(kernel.part for kernel in self.kernels if not kernel.on_host)
 
-    def left(self, done: int, at_home: Collection[int]) -> list[UpdateKernel]:
-        """What is left to do when ``done`` kernels of the host device have run, and the states ``at_home`` that others
+    def left(self, done: int, at_home: Collection[int]) -> list[_UpdateKernel]:
+        """The kernels that are left when ``done`` of the host device have run, and the states ``at_home`` that others
         change have their last version there."""
         own = [kernel for kernel in self.kernels if kernel.on_host][done:]
         for kernel in self.kernels:
@@ -123,16 +123,6 @@ class UpdatedStep:
             if not kernel.on_host and state not in at_home:
                 own.append(kernel)
         return own
-
-    @property
-    def ids(self) -> frozenset[int]:
-        """Of ``kernels``."""
-        return frozenset(kernel.id for kernel in self.kernels)
-
-    @property
-    def ids_on_host(self) -> frozenset[int]:
-        """Of those that the host device runs."""
-        return frozenset(kernel.id for kernel in self.kernels if kernel.on_host)
 
     def states(self, homes: Sequence[Changed]) -> dict[int, torch.Tensor]:
         """By INPUT: the tensor in whose memory each value lies that the updates change."""
@@ -159,9 +149,8 @@ def with_updates(
     graph: TaskGraph,
     weights: Sequence[int],
     parts: Sequence[ParameterUpdate],
-    on_device: Collection[int] = (),
-    *,
-    device_lr: str = _HOST_LR,
+    on_device: Collection[int],
+    device_lr: str,
 ) -> UpdatedStep:
     """Return ``graph`` with the update of the weight that INPUT ``weights[i]`` holds by ``parts[i]`` at its head.
 
@@ -187,7 +176,7 @@ class _Updates:
         self._fresh = max((vertex.id for vertex in graph.vertices), default=-1) + 1
         self._new_inputs: list[Vertex] = []
         self._vertices: list[Vertex] = []
-        self._kernels: list[UpdateKernel] = []
+        self._kernels: list[_UpdateKernel] = []
         self._numbers = {weight: number for number, weight in enumerate(weights)}
         device = {vertex.id: vertex.space for vertex in graph.vertices}
         self._own_device = {w: device[w] for w, number in self._numbers.items() if number in on_device}
@@ -250,10 +239,10 @@ class _Updates:
             self._scalars[key] = self._input(op, nbytes, FOREIGN, self._host)
         return self._scalars[key]
 
-    def _update(self, weight: int, part: ParameterUpdate) -> UpdateInputs:
+    def _update(self, weight: int, part: ParameterUpdate) -> _UpdateInputs:
         kept, place, on_host = part.exp_avg.nbytes, self._place(weight), weight not in self._own_device
         lr = getattr(torch, _HOST_LR if on_host else self._device_lr).itemsize
-        inputs = UpdateInputs(
+        inputs = _UpdateInputs(
             weight,
             self._input("exp_avg", kept, *place),
             self._input("exp_avg_sq", kept, *place),
@@ -314,8 +303,8 @@ class _Updates:
     def _kernel(
         self, piece: tuple[int, int, int], stage: Stage, inputs: tuple[Ref, ...], call: OpCall, device: int
     ) -> list[Ref]:
-        """What a kernel for ``piece`` makes, its part, begin and end: the first of ``inputs`` anew, or of the gradient
-        another one."""
+        """The results of a kernel for ``piece``, its part, begin and end: the first of ``inputs`` anew, or another
+        gradient."""
         if stage in (Stage.SCALE, Stage.CAST):
             (result,) = call.results
             assert result is not None
@@ -338,7 +327,7 @@ class _Updates:
         )
         self._fresh += 1
         self._vertices.append(kernel)
-        self._kernels.append(UpdateKernel(kernel.id, *piece, stage, on_host))
+        self._kernels.append(_UpdateKernel(kernel.id, *piece, stage, on_host))
         self._calls[kernel.id] = call
         made = [(kernel.id, k) for k in range(len(sizes))]
         self._sizes.update(zip(made, sizes, strict=True))
@@ -374,14 +363,17 @@ def _cast(spec: TensorSpec, result: TensorSpec) -> OpCall:
 
 
 def _copy(spec: TensorSpec, source: TensorSpec) -> OpCall:
-    """A piece ``spec`` (input 0) becomes what a piece of another dtype holds (1)."""
+    """A piece ``spec`` (input 0) gets the values of a piece of another dtype (1)."""
     args = (TensorArg(0, spec), TensorArg(1, source), False)
     return OpCall("aten::copy_", "default", args, (None,), module="optimizer")
 
 
 def samples(step: UpdatedStep) -> tuple[TaskGraph, dict[int, int]]:
-    """A graph to measure instead of ``step``'s, and by kernel of the update the one in it that takes as long: one for
-    all of a size on one device, on values of that size alone: a weight may be as large as the host's memory allows."""
+    """A graph to measure instead of ``step``'s, and by kernel of the update the one in it that takes as long.
+
+    One kernel stands for all of a size on one device. Its values have that size alone: a weight may be as large as the
+    host's memory allows.
+    """
     of_step = {vertex.id: vertex for vertex in step.graph.vertices}
     vertices: list[Vertex] = []
     calls: dict[int, OpCall] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,7 +37,7 @@ class StepWithUpdate(CompiledStep):
     homes: tuple[Changed, ...]
 
     def given(self, pending: PendingUpdate) -> dict[int, torch.Tensor]:
-        """What the kernels of the update are given in each step, by INPUT."""
+        """Tensors that the kernels of the update are given in each step, by INPUT."""
         return self.updated.foreign(pending.parts)
 
     def use_memory_of(self, pending: PendingUpdate) -> None:
@@ -65,7 +65,7 @@ class StepWithUpdate(CompiledStep):
         )
 
     def finish(self, pending: PendingUpdate) -> None:
-        """Do what the last step, which has ended early, has left of ``pending``."""
+        """Do the rest of ``pending`` that the last step, which has ended early, has left."""
         at_home = self.executor.bring_home()
         with torch.no_grad():
             for kernel in self.updated.left(self.executor.ops_run_on_host(), at_home):
@@ -95,18 +95,17 @@ def step_with_update(
     store: PlanStore | None,
     host_memory: int,
     say: Callable[[str], None],
-    update_on: str = "host",
-    more: ExtendedGraph | None = None,
+    update_on: str,
+    more: ExtendedGraph,
 ) -> StepWithUpdate | None:
     """Return the plan of ``plain``, a step of ``model``, with ``pending`` at its head; None if the step does not load
     all of its weights, or has too little memory for it. ``store``: of plans; ``host_memory``: bytes that
     training may take on the host; ``say`` hears of the stages. ``update_on``: as in the config. ``more``:
-    the graph of ``plain`` with more in it, to be planned instead."""
+    the graph of ``plain``, perhaps with norms."""
     weights = _weights_of(model, plain, pending)
     if weights is None:
         return None
     began = time.perf_counter()
-    more = more or ExtendedGraph(plain.graph, plain.records)
     updates = UpdateChoice.of(plain.engine, more.graph, weights, pending.parts)
     updated = updates.placed()
     say(f"measuring {len(updated.kernels)} updates")
@@ -115,11 +114,11 @@ def step_with_update(
     choices = updates.choices(update_on, machine)
     recorded = time.perf_counter()
     best: tuple[float, UpdatedStep, MemGraph] | None = None
-    for chosen in choices:
-        updated = updates.placed(chosen.on_device)
-        graph = arena_of(chosen.arena).run(measurements(updates.records(updated)).run(updated.graph))
+    for on_device, arena in choices:
+        updated = updates.placed(on_device)
+        graph = arena_of(arena).run(measurements(updates.records(updated)).run(updated.graph))
         say(f"planning {len(graph.ops)} kernels, {len(updated.kernels)} of them updates")
-        plan = replan_if_it_fits(graph, chosen.arena, settings, store)
+        plan = replan_if_it_fits(graph, arena, settings, store)
         if plan is None or plain.host_bytes(plan) > host_memory:
             continue
         seconds = simulate(plan, machine).makespan if len(choices) > 1 else 0.0
@@ -128,16 +127,8 @@ def step_with_update(
     if best is None:
         return None
     _, updated, plan = best
-    own = {field.name: getattr(plain, field.name) for field in fields(CompiledStep)}
-    own |= {
-        "graph": updated.graph,
-        "plan": plan,
-        "records": {**more.records, **updates.records(updated)},
-        "norms": more.norms,
-        "seconds": {"record": recorded - began, "plan": time.perf_counter() - recorded},
-        "loaded": None,
-        "groups": (-1, -1),
-    }
+    more = replace(more, graph=updated.graph, records={**more.records, **updates.records(updated)})
+    own = more.step_fields(plain, plan, began, recorded)
     return StepWithUpdate(**own, plain=plain, updated=updated, homes=tuple(part.changed for part in pending.parts))
 
 

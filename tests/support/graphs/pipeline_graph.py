@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
-from disco_accel.graph.traits import BROUGHT, FOREIGN, FROZEN, LATE, Traits
+from disco_accel.graph.traits import FOREIGN, FROZEN, LATE, PER_STEP, Traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class _Pipeline:
         inputs: tuple[Ref, ...],
         sizes: tuple[int, ...],
         seconds: float | None = None,
-        traits: Traits = BROUGHT,
+        traits: Traits = PER_STEP,
     ) -> Ref:
         vertex = Vertex(len(self.vertices), kind, device, op, inputs, sizes, seconds, traits)
         self.vertices.append(vertex)

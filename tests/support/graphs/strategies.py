@@ -12,12 +12,12 @@ from disco_accel.graph.home_uses import HomeUses, host_devices
 from disco_accel.graph.spaces import HOST, Space, SpaceKind
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind, with_memory
 from disco_accel.graph.traits import (
-    BROUGHT,
     FOREIGN,
     FROZEN,
     LATE,
     LATE_FOREIGN,
     MADE_FOREIGN,
+    PER_STEP,
     RENEWED,
     RENEWED_STATE,
     STATE,
@@ -29,7 +29,7 @@ _SIZES = (0, 1, 256, 300, 512, 512, 1024, 1024, 2048, 3000)
 
 
 _TRAITS = {
-    **{"clean": FROZEN, "renewed": RENEWED, "plain": BROUGHT},
+    **{"clean": FROZEN, "renewed": RENEWED, "plain": PER_STEP},
     **{"external": FOREIGN, "late": LATE, "late external": LATE_FOREIGN},
 }
 
@@ -221,7 +221,7 @@ class _Maker:
             leaves = device in self.hosts and self.shape.leaving and rng.random() < self.shape.leaving
             leaves = leaves and not is_foreign(self.vertices[source[0]])
             sizes = (rng.choice((size, size // 2)),)
-            self._append(VertexKind.COPY, device, (source,), sizes, MADE_FOREIGN if leaves else BROUGHT)
+            self._append(VertexKind.COPY, device, (source,), sizes, MADE_FOREIGN if leaves else PER_STEP)
             return
         # Recent values are read more often, as in a real network; repeats are allowed.
         recent = values[-6:] if rng.random() < 0.7 else values
@@ -281,7 +281,7 @@ class _Maker:
         device: int,
         inputs: tuple[Ref, ...],
         sizes: tuple[int, ...],
-        traits: Traits = BROUGHT,
+        traits: Traits = PER_STEP,
     ) -> None:
         rng, shape = self.rng, self.shape
         inplace: tuple[tuple[int, int], ...] = ()
