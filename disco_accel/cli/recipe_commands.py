@@ -323,7 +323,7 @@ def _machine(device: str, config: DiscoConfig) -> Any:
     backend = backend_of_kind(device)
     if backend.separate_memory or config.link_bandwidth is None:
         return backend.speed.machine
-    link = Link(float(config.link_bandwidth), config.link_latency)
+    link = Link(float(config.link_bandwidth), 0.0)
     return Machine(links=dict.fromkeys((TO_DEVICE, TO_HOST, BETWEEN_DEVICES), link))
 
 
@@ -338,7 +338,7 @@ def _memory(options: argparse.Namespace, config: DiscoConfig) -> int:
     if isinstance(config.memory_budget, int):
         return config.memory_budget
     try:
-        return replace(config, device=options.device, link_bandwidth=None, link_latency=0.0).resolve().memory_budget
+        return replace(config, device=options.device, link_bandwidth=None).resolve().memory_budget
     except ConfigError as error:
         raise ConfigError(
             f"memory_budget: {config.memory_budget} of a device that is not here; give --memory"

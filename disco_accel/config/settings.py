@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from disco_accel.config.device_choice import count_of, gpus_of, resolve_device, smallest_gpu_bytes
-from disco_accel.config.keys import PARSERS, contradiction, unused_policy
+from disco_accel.config.keys import FORMER_KEYS, PARSERS, contradiction, unused_policy
 from disco_accel.errors import ConfigError
 from disco_accel.host_limits import host_limits, own_bytes
 from disco_accel.native.device_types import DEVICE_TYPES
@@ -51,7 +51,6 @@ class Settings:
     memory_budget: int
     host_memory: int
     link_bandwidth: float | None
-    link_latency: float
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class DiscoConfig:
     Sizes are bytes (int) once parsed; ``memory_budget`` and ``host_memory`` may stay ``"auto"`` or ``"80%"`` until
     ``resolve``; one that is ``"shared"`` is a store's, at most what ``auto`` would be. ``plan_seconds``: the
     time that a search for a plan may take; ``auto``: an amount of work that depends on the graph alone.
-    ``link_bandwidth`` (bytes/s) and ``link_latency`` (seconds) apply to the host device only.
+    ``link_bandwidth`` (bytes/s) applies to the host device only.
 
     Raises:
         ConfigError: a value has the wrong type or is out of range; the message names the key and what works.
@@ -87,9 +86,7 @@ class DiscoConfig:
     micro_batches: int = 1
     chunks: int | Literal["auto"] = 1
     link_bandwidth: float | str | None = None
-    link_latency: float = 0.0
     compute_threads: int | None = None
-    dispatch: str = "priority"
     self_check: str = "auto"
     verify_steps: int = 0
     report_dir: str | None = None
@@ -117,7 +114,7 @@ class DiscoConfig:
             raise ConfigError(f"{where}: expected keys and values, got {section!r}")
         for key in section:
             if key not in PARSERS:
-                raise ConfigError(f"{where}: unknown key {str(key)!r}{_nearest(str(key), PARSERS)}")
+                raise ConfigError(f"{where}: unknown key {str(key)!r}{_hint(str(key))}")
         try:
             return cls(**section)
         except ConfigError as error:
@@ -176,7 +173,8 @@ class DiscoConfig:
                 except ConfigError as error:
                     raise ConfigError(f"environment variable {name}: {error}") from error
             elif name.startswith(_PREFIX) and name not in _OTHER_VARIABLES:
-                hint = _nearest(name, [*known, *_OTHER_VARIABLES], cutoff=0.85)
+                key = name.removeprefix(_PREFIX).lower()
+                hint = _hint(key) if key in FORMER_KEYS else _nearest(name, [*known, *_OTHER_VARIABLES], cutoff=0.85)
                 if hint:
                     raise ConfigError(f"environment variable {name} is unknown{hint}")
         return dataclasses.replace(base or cls(), **changes)
@@ -214,10 +212,8 @@ class DiscoConfig:
         bandwidth = self.link_bandwidth
         assert not isinstance(bandwidth, str)
         kind = DEVICE_TYPES[device]
-        if kind.separate_memory and (bandwidth is not None or self.link_latency):
-            raise ConfigError(
-                f"link_bandwidth and link_latency throttle the host device only; leave them out on {device}"
-            )
+        if kind.separate_memory and bandwidth is not None:
+            raise ConfigError(f"link_bandwidth throttles the host device only; leave it out on {device}")
         gpus = gpus_of(device, self.devices, local_processes()) if kind.separate_memory else ()
         devices = len(gpus) or count_of(self.devices)
         budget = smallest_gpu_bytes(device, gpus) if kind.separate_memory else host_memory_bytes() // devices
@@ -228,7 +224,6 @@ class DiscoConfig:
             memory_budget=_resolve_size("memory_budget", self.memory_budget, budget, device, kind.auto_share),
             host_memory=self._host_bytes(),
             link_bandwidth=bandwidth,
-            link_latency=self.link_latency,
         )
 
     def _host_bytes(self) -> int:
@@ -387,6 +382,11 @@ def process_rank() -> int:
 def autoload_wanted() -> bool:
     """Whether importing torch may install our import hook."""
     return os.environ.get(AUTOLOAD_VARIABLE, "1") != "0"
+
+
+def _hint(key: str) -> str:
+    """What to do about an unknown ``key``, if anything is known."""
+    return f"; {FORMER_KEYS[key]}" if key in FORMER_KEYS else _nearest(key, PARSERS)
 
 
 def _nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ from disco_accel.step.update.planned_updates import PlannedUpdates
 
 class StepCompiler:
     """``effects``: what forwards of the model were seen to change. Used under the session's lock."""
+
+    engine: Mapping[str, Any] = MappingProxyType({})
+    """Options of the engine that tests and benchmarks set, for steps that are compiled from then on."""
 
     def __init__(
         self,
@@ -186,15 +190,16 @@ class StepCompiler:
             planner=self._setup.config.planner,
             policy=self._setup.config.policy,
             plan_seconds=self._setup.config.deadline,
-            engine=EngineOptions(
-                device=str(self._memory.device),
-                devices=self._setup.settings.gpus,
-                lookahead=self._setup.config.lookahead,
-                dispatch=self._setup.config.dispatch,
-                link_bandwidth=self._setup.settings.link_bandwidth,
-                link_latency=self._setup.config.link_latency,
-                compute_threads=self._compute_threads(),
-                host_threads=threads_beside(self._memory.device.type, self._setup.config.compute_threads),
+            engine=replace(
+                EngineOptions(
+                    device=str(self._memory.device),
+                    devices=self._setup.settings.gpus,
+                    lookahead=self._setup.config.lookahead,
+                    link_bandwidth=self._setup.settings.link_bandwidth,
+                    compute_threads=self._compute_threads(),
+                    host_threads=threads_beside(self._memory.device.type, self._setup.config.compute_threads),
+                ),
+                **self.engine,
             ),
             plan_cache=self._setup.config.plan_cache,
             contexts=contexts,
