@@ -43,15 +43,6 @@ class PlainTensor:
     requires_grad: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WeightState:
-    """An object beside a weight, called ``name``: entry ``key`` of ``table``, the attributes of a module."""
-
-    table: dict[str, Any]
-    key: str
-    name: str
-
-
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether its bytes are all there is to ``tensor``."""
     known = type(tensor) in _PLAIN or hasattr(tensor, "fake_mode")
@@ -131,26 +122,27 @@ def rebuilt_state(value: Any, leaf_of: LeafOf) -> Any:
     return made
 
 
-def states_of(module: torch.nn.Module, path: str = "") -> Iterator[WeightState]:
-    """Objects with parts of weights among the attributes of ``module`` itself, which is called ``path``."""
+def states_of(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, str]]:
+    """Objects with parts of weights among the attributes of ``module`` itself, which is called ``path``: the attribute,
+    and a name."""
     table = STATE_TABLES.get(type(module).__name__)
     for key, value in module.__dict__.items():
         if _is_state(value) or (key == table and value):
             name = "weight" if key in OWN_STATES else key
-            yield WeightState(module.__dict__, key, f"{path}.{name}" if path else name)
+            yield key, f"{path}.{name}" if path else name
 
 
 @contextmanager
 def states_replaced(model: torch.nn.Module, leaf_of: LeafOf) -> Iterator[None]:
     """Inside, modules have copies of the objects beside their weights, with other tensors in them."""
-    before = [(state, state.table[state.key]) for m in model.modules() for state in states_of(m)]
+    before = [(vars(m), key, vars(m)[key]) for m in model.modules() for key, _ in states_of(m)]
     try:
-        for state, value in before:
-            state.table[state.key] = rebuilt_state(value, leaf_of)
+        for table, key, value in before:
+            table[key] = rebuilt_state(value, leaf_of)
         yield
     finally:
-        for state, value in before:
-            state.table[state.key] = value
+        for table, key, value in before:
+            table[key] = value
 
 
 def settle_states(model: torch.nn.Module) -> None:
@@ -202,8 +194,8 @@ def named_parts(model: torch.nn.Module, *, remove_duplicate: bool = True) -> Ite
 
 def _beside_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules():
-        for state in states_of(module, path):
-            yield from _tensors_in(state.table[state.key], state.name)
+        for key, name in states_of(module, path):
+            yield from _tensors_in(vars(module)[key], name)
 
 
 def beside_weights(model: torch.nn.Module) -> list[torch.Tensor]:

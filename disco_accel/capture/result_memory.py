@@ -22,7 +22,7 @@ _FAKE: Any = torch._C._TorchDispatchModeKey.FAKE
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class _Result:
     """A tensor that an op returned, to be made again: a new one, or a view of argument tensor ``view_of``.
 
     ``layout``: as of ``FakeResults.layout``. ``attributes``: those of the Python object, without its mode.
@@ -70,7 +70,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self.layouts: dict[tuple[Any, ...], int] = {}
-        self.results: dict[tuple[Any, ...], Result | tuple[Result | None, ...] | None] = {}
+        self.results: dict[tuple[Any, ...], _Result | tuple[_Result | None, ...] | None] = {}
         self.numbers = itertools.count(1)
 
 
@@ -111,20 +111,24 @@ class FakeResults:
         inference = torch.is_inference_mode_enabled()
         return func, self._settings, torch.get_default_dtype(), default, inference, *arguments
 
-    def again(self, result: Result, tensors: Sequence[torch.Tensor]) -> tuple[FakeTensor, FakeTensor]:
-        """As ``Result.again``, in this trace."""
-        return result.again(tensors, self._mode)
-
-    def find(self, key: tuple[Any, ...]) -> Result | tuple[Result | None, ...] | None:
-        """What the call with ``key`` returned before; None if it can't be made again."""
-        return self._memory.results.get(key)
+    def again(self, key: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> tuple[Any, Any, Any] | None:
+        """The earlier result of the call with ``key``, made again for ``tensors``; the same for its twins; its layouts.
+        None where it can't be made."""
+        result = self._memory.results.get(key)
+        if isinstance(result, _Result):
+            return *result.again(tensors, self._mode), result.layout
+        if result is None:
+            return None
+        pairs = [(None, None) if item is None else item.again(tensors, self._mode) for item in result]
+        made, twins = zip(*pairs, strict=True)
+        return made, twins, [0 if item is None else item.layout for item in result]
 
     def keep(self, key: tuple[Any, ...], tensors: Sequence[torch.Tensor], returned: Any) -> None:
         """Remember what the call with ``key`` returned for argument tensors ``tensors``."""
         if key not in self._memory.results:
             self._memory.results[key] = self._read(tensors, returned)
 
-    def _read(self, tensors: Sequence[torch.Tensor], returned: Any) -> Result | tuple[Result | None, ...] | None:
+    def _read(self, tensors: Sequence[torch.Tensor], returned: Any) -> _Result | tuple[_Result | None, ...] | None:
         if isinstance(returned, torch.Tensor):
             return self._read_one(tensors, returned)
         if type(returned) is not tuple or not all(item is None or isinstance(item, torch.Tensor) for item in returned):
@@ -135,7 +139,7 @@ class FakeResults:
         complete = sum(result is not None for result in results) == len(made) == len(set(made))
         return tuple(results) if complete else None
 
-    def _read_one(self, tensors: Sequence[torch.Tensor], made: Any) -> Result | None:
+    def _read_one(self, tensors: Sequence[torch.Tensor], made: Any) -> _Result | None:
         layout = self.layout(made)
         if not layout or made.requires_grad or any(made is tensor for tensor in tensors):
             return None
@@ -145,8 +149,8 @@ class FakeResults:
             return None
         place = tuple(made.shape), made.stride(), int(made.storage_offset()), made.dtype, made.fake_device
         attributes = {name: value for name, value in made.__dict__.items() if name != "fake_mode"}
-        result = Result(layout, *place, attributes, shared[0] if shared else None)
-        again, _ = self.again(result, tensors)
+        result = _Result(layout, *place, attributes, shared[0] if shared else None)
+        again, _ = result.again(tensors, self._mode)
         same_keys = torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(made)
         return result if same_keys and self.layout(again) == layout and again.__dict__ == made.__dict__ else None
 

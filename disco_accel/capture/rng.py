@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from disco_accel.capture.fx_nodes import arguments_of
 from disco_accel.capture.thread_patches import patched
-from disco_accel.capture.trace_log import FORWARD, RECOMPUTE, TraceLog, node_info
+from disco_accel.capture.trace_log import FORWARD, RECOMPUTE, TraceLog, arguments_of, node_info
 from disco_accel.errors import CaptureError
 from disco_accel.graph.passes import GraphPass
 from disco_accel.graph.taskgraph import Ref, RngSite, TaskGraph, Vertex

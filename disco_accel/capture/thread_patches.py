@@ -14,7 +14,7 @@ integrate/hf/unmapped_files.py.
 | global module hooks | capture/trace_log.py | do nothing for modules of other models |
 | twins in the place of parameters and buffers | capture/step.py | read the tensors themselves: thread_tables.py |
 | attributes of modules that the forward sets | the model | its modules wait: waiting_modules.py, capture_lock.py |
-| ``FakeTensor.data`` | capture/data_assignments.py | is assigned as ever |
+| ``FakeTensor.data`` | capture/constants.py | is assigned as ever |
 | methods of tensors, for quantisation libraries | capture/fake_kernels.py | get the original: ``patched`` |
 | objects beside quantised weights | capture/parts.py | its modules wait: waiting_modules.py, capture_lock.py |
 | fake kernel of ``_grouped_mm`` | capture/fake_kernels.py | fall through to torch's own rule |

@@ -6,10 +6,13 @@ A ``TraceLog`` is active while a step is traced. Every op of the trace gets a ``
 
 from __future__ import annotations
 
+import linecache
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +25,10 @@ from disco_accel.errors import CaptureError
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 _INFO_KEY = "disco_accel"
-
-
+_PACKAGE = str(Path(__file__).parent.parent)
+_TORCH = str(Path(torch.__file__).parent)
+# transformers' own checks, which say nothing of the model that makes them.
+_HELPERS = ("import_utils.py", "generic.py")
 # Autograd rounds these gradients otherwise for a tensor without values than for one with.
 _OTHER_FORMULA = frozenset(("ProdBackward0", "ProdBackward1", "CumprodBackward0"))
 
@@ -121,6 +126,13 @@ def node_info(node: fx.Node) -> NodeInfo:
     return info
 
 
+def arguments_of(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
+    """Argument name → value as traced, in schema order of ``target``, defaults filled in."""
+    names = [argument.name for argument in target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in target._schema.arguments}
+
+
 @contextmanager
 def logging_trace(model: torch.nn.Module) -> Iterator[TraceLog]:
     """The log of a trace that this thread makes inside; it knows which module of ``model`` runs."""
@@ -145,6 +157,16 @@ def _enter_module(module: torch.nn.Module, _args: Any) -> None:
         if id(module) in log.unmarked and log.in_backward and log.phase != RECOMPUTE:
             raise CaptureError(unmarked(log.module_names.get(id(module), "")))
         log.modules.append(log.module_names.get(id(module), log.module))
+
+
+def code_line(error: BaseException) -> str:
+    """``" (modeling_x.py:210, `if n != m:`)"``, the innermost line outside torch and this package; '' without one."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if file.startswith((_PACKAGE, _TORCH, "<")) or Path(file).name in _HELPERS:
+            continue
+        return f" ({Path(file).name}:{line}, `{linecache.getline(file, line).strip()}`)"
+    return ""
 
 
 def unmarked(module: str) -> str:
