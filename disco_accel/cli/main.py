@@ -136,7 +136,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     if not options.selftest:
         return doctor()
-    from disco_accel.selfcheck.command import selftest
+    from disco_accel.selfcheck.first_use import selftest
 
     return doctor({"selftest": selftest(options.device)})
 

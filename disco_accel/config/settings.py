@@ -146,10 +146,10 @@ class DiscoConfig:
         from disco_accel.config.deepspeed_keys import migrate, read_ds_config
 
         where = "DeepSpeed config" if isinstance(source, Mapping) else str(source)
-        migration = migrate(source if isinstance(source, Mapping) else read_ds_config(source), where)
-        for line in migration.planned:
+        _, planned, section = migrate(source if isinstance(source, Mapping) else read_ds_config(source), where)
+        for line in planned:
             logger.warning("%s", line)
-        return cls.from_dict(migration.section, f"{where}: {SECTION}")
+        return cls.from_dict(section, f"{where}: {SECTION}")
 
     @classmethod
     def from_env(cls, base: DiscoConfig | None = None, environ: Mapping[str, str] | None = None) -> DiscoConfig:
@@ -352,7 +352,7 @@ def launch_config() -> DiscoConfig:
         from disco_accel.config.deepspeed_keys import migrate, read_ds_config
 
         # The launcher has said what is planned instead.
-        section = migrate(read_ds_config(ds_path), ds_path).section
+        _, _, section = migrate(read_ds_config(ds_path), ds_path)
         return DiscoConfig.from_env(DiscoConfig.from_dict(section, f"{ds_path}: {SECTION}"))
     raise ConfigError(f"environment variable {CONFIG_FILE_VARIABLE} names no config file")
 
@@ -399,10 +399,10 @@ def _nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 def _parse_yaml(text: str, where: str) -> Any:
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class _Loader(yaml.SafeLoader):
         """Safe, and refuses a key that appears twice, of which YAML would keep the last without a word."""
 
-    def mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    def mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if key.value in seen and isinstance(key, yaml.ScalarNode):
@@ -422,9 +422,9 @@ def _parse_yaml(text: str, where: str) -> Any:
             sizes[id(node)] = 1 + sum(expanded(part, sizes) for part in parts)
         return sizes[id(node)]
 
-    Loader.add_constructor("tag:yaml.org,2002:map", mapping)
+    _Loader.add_constructor("tag:yaml.org,2002:map", mapping)
     try:
-        loader = Loader(text)
+        loader = _Loader(text)
         try:
             root = loader.get_single_node()
             if expanded(root, {}) >= _MOST_NODES:

@@ -27,7 +27,7 @@ from disco_accel.sizes import format_size
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedEvent:
+class _SimulatedEvent:
     """One vertex of a simulated step; seconds from its start."""
 
     vertex: int
@@ -39,23 +39,23 @@ class SimulatedEvent:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class _Forecast:
     """``figures`` are ready for JSON: bytes and seconds. ``resident`` and ``streamed``: by name, tensors that the host
     has and no kernel changes."""
 
     graph: TaskGraph
     plan: MemGraph
     figures: Mapping[str, Any]
-    events: tuple[SimulatedEvent, ...]
+    events: tuple[_SimulatedEvent, ...]
     resident: tuple[str, ...]
     streamed: tuple[str, ...]
 
 
-def _event(vertex: Vertex, lanes: LaneMap, start: float) -> SimulatedEvent:
+def _event(vertex: Vertex, lanes: LaneMap, start: float) -> _SimulatedEvent:
     copies = vertex.kind is VertexKind.COPY
     lane = lanes.route_name(vertex.source, vertex.space) if copies else "compute0"
     end = start + lanes.seconds(vertex)
-    return SimulatedEvent(vertex.id, lane, start, start, end, vertex.sizes[0] if copies else 0)
+    return _SimulatedEvent(vertex.id, lane, start, start, end, vertex.sizes[0] if copies else 0)
 
 
 def forecast(
@@ -66,7 +66,7 @@ def forecast(
     names: Mapping[int, str],
     estimated_for: str,
     copies: Collection[int] = (),
-) -> Forecast:
+) -> _Forecast:
     """Simulate one step of ``plan``, a plan of ``graph``.
 
     ``budget``: the parts of the whole in bytes, with ``total`` and ``arena``; ``names``: INPUT vertex → tensor;
@@ -106,7 +106,7 @@ def forecast(
     def named(stay: bool) -> tuple[str, ...]:
         return tuple(names.get(v.id, f"constant {v.id}") for v in clean if (v.id in stays) == stay)
 
-    return Forecast(graph, plan, figures, events, named(True), named(False))
+    return _Forecast(graph, plan, figures, events, named(True), named(False))
 
 
 def forecast_text(figures: Mapping[str, Any]) -> str:
@@ -149,7 +149,7 @@ def passes_text(passes: Sequence[AppliedPass]) -> str:
     return table(["pass", "vertices", "values", "kernels", "changed"], rows) + "\n"
 
 
-def write_forecast(folder: str | os.PathLike[str], forecast: Forecast) -> list[Path]:
+def write_forecast(folder: str | os.PathLike[str], forecast: _Forecast) -> list[Path]:
     """Write task.json, plan.json, forecast.json, report.txt, trace.json and, with matplotlib, step.png.
 
     Raises:
@@ -173,7 +173,7 @@ def write_forecast(folder: str | os.PathLike[str], forecast: Forecast) -> list[P
     return [target / name for name in names]
 
 
-def _draw(path: Path, forecast: Forecast) -> None:
+def _draw(path: Path, forecast: _Forecast) -> None:
     from disco_accel.observe.plots import draw_step
 
     budget = forecast.figures["budget"]

@@ -122,16 +122,16 @@ def _draw_lanes(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent]) -> No
 
 
 def _draw_memory(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent], device: int, outside: int) -> None:
-    used = occupancy(plan, events, device)
-    times = [t * 1e3 for t in used.times]
+    seconds, held = occupancy(plan, events, device)
+    times = [t * 1e3 for t in seconds]
     layers: list[list[float]] = []
     colors: dict[str, str] = {}
     if outside:
         layers.append([outside / MIB] * len(times))
         colors["adapters, gradients, optimizer"] = "#c9ced4"
     for content in (Content.RESIDENT, Content.STREAMED, Content.ACTIVATION, Content.KEPT):
-        if any(used.held[content]):
-            layers.append([b / MIB for b in used.held[content]])
+        if any(held[content]):
+            layers.append([b / MIB for b in held[content]])
             colors[content.value] = _CONTENT_COLORS[content]
     if times:
         axis.stackplot(times, layers, colors=list(colors.values()), step="post", linewidth=0)

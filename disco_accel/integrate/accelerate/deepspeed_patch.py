@@ -21,7 +21,7 @@ def patch_ds_config(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def set_stage_and_offload(self: Any) -> None:
-        self.config = migrate(self.config).engine
+        self.config, _, _ = migrate(self.config)
         original(self)
 
     set_stage_and_offload._disco = True  # type: ignore[attr-defined]
