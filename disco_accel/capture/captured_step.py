@@ -36,7 +36,7 @@ class InputSource(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InputBinding:
-    """What INPUT ``vertex`` holds, which comes from ``source``.
+    """The content of INPUT ``vertex``, which comes from ``source``.
 
     ``name``: the parameter's or buffer's as in ``model.named_parameters()``, the batch key (dotted inside
     containers), the output whose tangent it is or that is written there, or a key of ``CapturedStep.constants``.
@@ -87,8 +87,8 @@ class CapturedStep:
     ``outputs`` are. A trainable parameter that they do not reach has no entry in ``gradients``: eager leaves it None.
     ``bare``: the model returns the first output itself, not something that has it as a field. ``passes``: those that
     ``graph`` has been through. ``kept_casts``: trained weights of which an autocast region keeps a cast for its further
-    forwards, with the dtype that eager adds up their gradients in if one backward has those of several such forwards;
-    "" where eager adds parts of a gradient, as the weight is used several times.
+    forwards, with the dtype of eager's sums of their gradients over several such forwards. It is "" where eager adds
+    parts of a gradient, as the weight is used several times.
     """
 
     graph: TaskGraph

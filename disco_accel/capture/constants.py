@@ -1,7 +1,7 @@
-"""Tensors that a forward reads although they are no parameter, buffer or input: plain attributes and what it makes.
+"""Tensors that a forward reads although they are no parameter, buffer or input: plain attributes, its own new tensors.
 
 A trace lifts each into a constant. Its twin here has a storage of its own for the length of the trace, so that all
-views of it are known as such, and its bytes are those of the live tensor: changes in place are followed.
+views of it are known as such. Its bytes are those of the live tensor: changes in place are followed.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _offset(node: fx.Node, constants: dict[str, torch.Tensor]) -> int:
 
 
 def name_of(model: torch.nn.Module, tensor: torch.Tensor) -> str:
-    """What holds ``tensor``: the dotted path of a module's attribute, with the place in a container."""
+    """The owner of ``tensor``: the dotted path of a module's attribute, with the place in a container."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in ("_modules", "_parameters", "_buffers"):

@@ -39,8 +39,8 @@ from disco_accel.native.op_encoding import op_overload
 class OpLowering:
     """Vertices made so far. ``owner``: storage → the value it holds now; ``maker``: storage → its first value.
 
-    ``device``: where all kernels run, whatever device the traced code names for what it makes. ``outside``: a clone →
-    the external INPUT whose memory it is made in.
+    ``device``: where all kernels run; devices that the traced code names do not count. ``outside``: a clone → the
+    external INPUT whose memory it is made in.
     """
 
     device: str = "cpu"
@@ -267,10 +267,10 @@ def _lower_arg(value: Any, low: OpLowering, inputs: list[Ref], where: str) -> Ar
 def hold_back(low: OpLowering, output_grads: Mapping[int, Iterable[torch.Tensor]]) -> GraphPass:
     """The pass that makes work of the backward that needs only forward values wait for its turn.
 
-    A runtime that starts whatever is ready would run it in the forward, where its results fill memory; for
+    A runtime that starts every ready vertex would run it in the forward, where its results fill memory. For
     recomputation that undoes checkpointing. A recomputed kernel waits for the gradient of its layer's output
-    (``output_grads``), others for the kernel before them in serial order. Only roots need the edge: what
-    follows them by data waits too.
+    (``output_grads``), others for the kernel before them in serial order. Only roots need the edge: vertices that
+    follow them by data wait too.
     """
     gates = {
         layer: {low.maker[storage_key(grad)][0] for grad in grads if storage_key(grad) in low.maker}

@@ -47,7 +47,8 @@ _NUMBERS = frozenset(
 
 @dataclass(slots=True)
 class _Known:
-    """A tensor that has a node. Weakly, since autograd frees what it saved as it would without a trace.
+    """A tensor that has a node. The reference is weak, so that autograd frees its saved tensors as it would without a
+    trace.
 
     ``layout``: as of ``FakeResults.layout``, or ``_UNREAD``.
     """
@@ -59,7 +60,7 @@ class _Known:
 
 @dataclass(slots=True)
 class _Call:
-    """What the recorder reads of a call's arguments: their tensors, and what a result may depend on in them."""
+    """The arguments of a call as the recorder reads them: their tensors, and all facts that a result may depend on."""
 
     tensors: list[torch.Tensor]
     key: list[Any]
@@ -189,7 +190,7 @@ class _Recorder(TorchDispatchMode):
         return node
 
     def _read(self, value: Any, call: _Call, name: str = "") -> Any:
-        """``value`` with nodes in the place of tensors; what it is made of is added to ``call``."""
+        """``value`` with nodes in the place of tensors; its tensors and facts are added to ``call``."""
         if isinstance(value, torch.Tensor):
             known = self._find(value)
             if known.layout == _UNREAD:
@@ -257,7 +258,8 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @contextmanager
 def _below_the_users_modes(recorder: _Recorder) -> Iterator[None]:
-    """Dispatch modes of the user's own get each op before ``recorder``, which then notes what they make of it."""
+    """Dispatch modes of the user's own get each op before ``recorder``, which then notes the ops that they run
+    instead."""
     theirs = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
     for _ in theirs:
         _pop_mode()

@@ -7,8 +7,8 @@ Three kinds of places hold them:
 - an object beside the weight, such as the ``quant_state`` of four-bit weights. Libraries are recognised by the names of
   their classes (``quantised/libraries.py``) and need not be there.
 
-All who look at a model's tensors ask here, so that plans, budgets and the watch for changes see the same parts under
-the same names: ``...q_proj.weight.qdata``, ``...q_proj.weight.absmax``.
+Plans, budgets and the watch for changes all ask here, so that they see the same parts under the same names:
+``...q_proj.weight.qdata``, ``...q_proj.weight.absmax``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from disco_accel.native.backend import backend_of
 from disco_accel.native.host_memory import place
 from disco_accel.quantised.libraries import LIBRARIES, OWN_STATES, PACKED_PARAMETERS, STATE_TABLES, STATES
-from disco_accel.quantised.library import LostScales
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -146,7 +145,7 @@ def states_replaced(model: torch.nn.Module, leaf_of: LeafOf) -> Iterator[None]:
 
 
 def settle_states(model: torch.nn.Module) -> None:
-    """Do what the layers of quantisation libraries do to their weights whenever their forward runs."""
+    """Do the changes that layers of quantisation libraries make to their weights whenever their forward runs."""
     for library in LIBRARIES:
         library.settle(model)
 
@@ -158,13 +157,13 @@ def run_first_forward_changes(model: torch.nn.Module, device: torch.device, *, g
         library.run_first_forward(model, on_host=not backend_of(device).separate_memory, gradients=gradients)
 
 
-def lost_scales(model: torch.nn.Module) -> Iterator[LostScales]:
-    """Packed weights that nothing says the scales of."""
+def lost_scales(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, str, bool]]:
+    """As ``QuantLibrary.lost_scales``, of all libraries."""
     return itertools.chain.from_iterable(library.lost_scales(model) for library in LIBRARIES)
 
 
 def named_parts(model: torch.nn.Module, *, remove_duplicate: bool = True) -> Iterator[PlainTensor]:
-    """All plain tensors of ``model``: those of its parameters, of what lies beside these, and of its buffers.
+    """All plain tensors of ``model``: those of its parameters, of the states beside these, and of its buffers.
 
     A tensor that several places hold comes once; without ``remove_duplicate`` a tied parameter or buffer comes by all
     its names. A tensor beside a weight that is the same view of the same bytes as another part is that part.

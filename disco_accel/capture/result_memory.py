@@ -1,4 +1,4 @@
-"""What ops make of fake tensors, remembered from trace to trace: it depends on how the arguments lie, no more.
+"""Results of ops on fake tensors, remembered from trace to trace: they depend on how the arguments lie, no more.
 
 PyTorch's fake tensors have such a memory too. It reads anew all there is to know of each argument, and takes twenty
 times as long to find the answer as to make a tensor from it.
@@ -65,8 +65,8 @@ _MOST = 50_000
 
 
 class _Memory:
-    """``layouts``: what is known of a tensor → a number of its own, also where two threads ask at once. ``results``:
-    what a call depends on → what it returned."""
+    """``layouts``: the known facts of a tensor → a number of its own, also where two threads ask at once. ``results``:
+    the key of a call → its result."""
 
     def __init__(self) -> None:
         self.layouts: dict[tuple[Any, ...], int] = {}
@@ -75,7 +75,7 @@ class _Memory:
 
 
 class FakeResults:
-    """Results of the ops of a trace under the fake mode that is on when this is made, by what they depend on."""
+    """Results of the ops of a trace under the fake mode that is on when this is made, by their keys."""
 
     _of_all_traces: ClassVar[_Memory] = _Memory()
 
@@ -102,8 +102,8 @@ class FakeResults:
         return self._memory.layouts.setdefault((*place, *flags), next(self._memory.numbers))
 
     def key(self, func: OpOverload, arguments: list[Any]) -> tuple[Any, ...] | None:
-        """What the result of ``func`` depends on: ``arguments`` has the layout of each tensor, and each number with
-        its type. None: on more than that."""
+        """All that the result of ``func`` depends on: ``arguments`` has the layout of each tensor, and each number with
+        its type. None: it depends on more."""
         mode: Any = torch._C._get_dispatch_mode(_FAKE)
         if mode is not self._mode or not _by_layout(func):
             return None
@@ -124,7 +124,7 @@ class FakeResults:
         return made, twins, [0 if item is None else item.layout for item in result]
 
     def keep(self, key: tuple[Any, ...], tensors: Sequence[torch.Tensor], returned: Any) -> None:
-        """Remember what the call with ``key`` returned for argument tensors ``tensors``."""
+        """Remember the result of the call with ``key`` for argument tensors ``tensors``."""
         if key not in self._memory.results:
             self._memory.results[key] = self._read(tensors, returned)
 

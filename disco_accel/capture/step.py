@@ -123,7 +123,7 @@ class _Step(torch.nn.Module):
 
 
 class _Forward(torch.nn.Module):
-    """A forward in the same terms as ``_Step``. ``outputs``: the names of what the last call returned."""
+    """A forward in the same terms as ``_Step``. ``outputs``: the names of the last call's results."""
 
     def __init__(self, model: torch.nn.Module, forward: Forward, autocast: AutocastState) -> None:
         super().__init__()
@@ -154,10 +154,10 @@ def capture_step(
 ) -> CapturedStep:
     """Capture outputs and gradients of one training step of ``model`` on a batch shaped as ``kwargs``.
 
-    ``outputs``: fields of what the model returns, or dotted paths into them such as ``hidden_states.2``. The first
+    ``outputs``: fields of the model's output, or dotted paths into them such as ``hidden_states.2``. The first
     ``differentiated`` are those that the user differentiates: ``loss``, which is alone then, or tensors such as
-    ``logits``; the others can be read alone. What a model returns as a tensor alone stands for the first. ``trained``:
-    the traits of trained weights, RENEWED where an optimizer changes them in host memory. ``rewrite``: after tracing.
+    ``logits``; the others can be read alone. A tensor that a model returns alone stands for the first. ``trained``: the
+    traits of trained weights, RENEWED where an optimizer changes them in host memory. ``rewrite``: after tracing.
 
     Works on fake twins on ``device``, where the step will run, because PyTorch chooses kernels by device; neither
     weights nor batch are read, and a model built on ``meta`` will do. ``forward`` is traced in place of
@@ -208,7 +208,7 @@ def capture_forward(
     outside: Callable[[str], bool] = lambda _: False,
     rewrite: Rewrite = lambda traced: traced,
 ) -> CapturedStep:
-    """Capture what ``forward`` returns for a batch shaped as ``kwargs``, without gradients: nothing arrives late.
+    """Capture the results of ``forward`` for a batch shaped as ``kwargs``, without gradients: nothing arrives late.
 
     ``forward`` calls ``model``; the rest is as in ``capture_step``. Outputs whose names are ``outside`` take no room
     in the arena once they are made: they are clones that ``forward`` makes, each written to an external INPUT for
@@ -228,7 +228,7 @@ def capture_forward(
 
 @dataclass(frozen=True)
 class _Twins:
-    """What stands for a model's tensors and for those of a batch while its step is traced."""
+    """The tensors that replace a model's and a batch's while a step is traced."""
 
     parameters: dict[str, torch.Tensor]
     """The twins of parameters and buffers, of quantised ones by part."""
@@ -300,7 +300,7 @@ def _tracing(
     *,
     gradients: bool = True,
 ) -> Iterator[TraceLog]:
-    """What holds while a step is traced."""
+    """All settings and patches of a trace."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())
@@ -323,14 +323,15 @@ def _tracing(
 
 
 def _tangents_of_loss(device: torch.device) -> list[torch.Tensor]:
-    """What may be the gradient of a loss: it has no dimensions, and its dtype is known once the forward is traced."""
+    """Gradients of a loss in each possible dtype: it has no dimensions, and its dtype is known once the forward is
+    traced."""
     return [torch.empty((), dtype=dtype, device=device) for dtype in REAL_DTYPES]
 
 
 def _tangents(
     forward: Callable[[], list[torch.Tensor | None]], device: torch.device, log: TraceLog
 ) -> list[torch.Tensor]:
-    """The gradients of what ``forward`` returns: their shapes take a forward more to find out."""
+    """The gradients of the results of ``forward``: their shapes take a forward more to find out."""
     with torch.no_grad(), _errors_named(log):
         values = [value for value in forward() if value is not None]
     return [torch.empty(value.shape, dtype=value.dtype, device=device) for value in values]
@@ -355,7 +356,7 @@ def _trace(call: Callable[..., Any], arguments: tuple[Any, ...], log: TraceLog) 
 
 @contextmanager
 def _errors_named(log: TraceLog) -> Iterator[None]:
-    """Whatever goes wrong inside becomes a CaptureError that names the module."""
+    """Any error inside becomes a CaptureError that names the module."""
     try:
         yield
     except CaptureError:

@@ -1,8 +1,8 @@
-"""What a capture changes outside of itself, each for the capturing thread alone.
+"""Changes that a capture makes outside of itself, each for the capturing thread alone.
 
 Other threads train, evaluate and draw meanwhile, and must notice nothing. A new change goes into this table and into
 tests/integrate/test_other_threads.py. ``patched`` also serves the load of a packed checkpoint, outside of any capture:
-integrate/hf/unmapped_files.py.
+integrate/hf/safetensors_file.py.
 
 | what | where | other threads |
 | --- | --- | --- |
@@ -43,7 +43,7 @@ def patched(
 ) -> Iterator[None]:
     """``owner.name`` replaced by ``make(original)`` for this thread; ``elsewhere`` is told of another one's calls.
 
-    Where somebody else has replaced it meanwhile, that stays; what they put back later only passes calls on.
+    A replacement that somebody else has made meanwhile stays; if they put ours back later, it only passes calls on.
     """
     original = getattr(owner, name)
     ours, thread = make(original), threading.get_ident()

@@ -67,11 +67,11 @@ for _name in (*_READING, *_COMPARING, *_WRITING):
 
 @contextmanager
 def own_tables(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, what this thread changes in the tables of the modules of ``model`` no other thread sees; afterwards it is
-    undone, while changes by others stay.
+    """Inside, this thread alone sees its changes of the tables of the modules of ``model``. Afterwards they are undone,
+    while changes by others stay.
 
-    Forwards that take a parameter out and put it back (parametrisation; PEFT's adapters of attention and of bare
-    parameters) put back what they found, which is a twin here, and that as a buffer or as an attribute.
+    Some forwards take a parameter out and put it back: parametrisation, PEFT's adapters of attention and of bare
+    parameters. Here they put a twin back, as a buffer or as an attribute.
     """
     tables = [(vars(module), name, vars(module)[name]) for module in list(model.modules()) for name in _NAMES]
     for attributes, name, table in tables:

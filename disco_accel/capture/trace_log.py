@@ -1,4 +1,4 @@
-"""What tracing alone cannot see: which phase and layer, and which module, each traced op belongs to.
+"""Facts that tracing alone cannot see: which phase and layer, and which module, each traced op belongs to.
 
 A ``TraceLog`` is active while a step is traced. Every op of the trace gets a ``NodeInfo`` on its node, from
 ``op_recorder.py``. Phases and layers belong to segments under activation checkpointing: ``checkpointing.py`` sets them.
@@ -82,7 +82,7 @@ class TraceLog:
         return self.modules[-1] if self.modules else ""
 
     def info(self) -> NodeInfo:
-        """What to note on the node of an op that runs now."""
+        """The note for the node of an op that runs now."""
         return NodeInfo(self.phase, self.layer, self._issuer(), self.in_backward)
 
     @property
@@ -121,7 +121,7 @@ def note(node: fx.Node, info: NodeInfo) -> None:
 
 
 def node_info(node: fx.Node) -> NodeInfo:
-    """What was noted on ``node`` when it was traced."""
+    """The note on ``node``."""
     info: NodeInfo = node.meta.get(_INFO_KEY, NodeInfo())
     return info
 
@@ -170,7 +170,7 @@ def code_line(error: BaseException) -> str:
 
 
 def unmarked(module: str) -> str:
-    """What to say of a module under a checkpointing that is not torch's."""
+    """The message about a module under a checkpointing that is not torch's."""
     return (
         f"the checkpoint function of {module or 'the model'} does not call torch.utils.checkpoint.checkpoint: what "
         "it recomputes cannot be captured; use torch's, as model.gradient_checkpointing_enable() does"

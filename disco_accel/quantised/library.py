@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -28,15 +28,6 @@ class FileTensor(Protocol):
 
     def read(self) -> torch.Tensor:
         """Its values, in memory of their own. Raises ConfigError."""
-
-
-class LostScales(NamedTuple):
-    """The packed weight ``name`` whose ``attribute`` says the scales, and is gone. ``is_packed``: its bytes are."""
-
-    name: str
-    weight: torch.Tensor
-    attribute: str
-    is_packed: bool
 
 
 @dataclass(frozen=True)
@@ -80,8 +71,8 @@ class QuantLibrary:
     def run_first_forward(self, model: torch.nn.Module, *, on_host: bool, gradients: bool) -> None:
         """Leave its layers as their first forward would, where that assigns to ``.data``: no graph can say so."""
 
-    def lost_scales(self, model: torch.nn.Module) -> Iterator[LostScales]:
-        """Its packed weights that nothing says the scales of."""
+    def lost_scales(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, str, bool]]:
+        """Its packed weights without scales: name, weight, attribute of the scales, whether its bytes are packed."""
         return iter(())
 
     def check_stored(self, stored: Mapping[str, FileTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

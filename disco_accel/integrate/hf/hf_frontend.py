@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.integrate.accelerate.trainer_speed import keep_planning_apart
+from disco_accel.integrate.accelerate.trainer_runs import keep_planning_apart
 from disco_accel.integrate.hf.batch_parts import in_parts
 from disco_accel.integrate.hf.buckets import Buckets
 from disco_accel.integrate.hf.tensor_plan import tensor_plan
@@ -17,7 +17,6 @@ from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.run.frontend import ContextFactory
 from disco_accel.step.run.observer import Observer
 from disco_accel.step.run.output_usage import Outputs
-from disco_accel.step.run.session import find_state
 from disco_accel.step.run.step_stats import RunCounts
 
 _FUSED_HEAD = ("log_probs", "entropy", "is_top1", "label_mask")
@@ -73,4 +72,4 @@ class _Observer(Observer):
 
     def on_plan(self, step: CompiledStep) -> None:
         """Keep the time that the plan took out of a Trainer's speed."""
-        keep_planning_apart(find_state)
+        keep_planning_apart()

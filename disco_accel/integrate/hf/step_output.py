@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from transformers.utils.generic import ModelOutput
 
-
-class Reader(Protocol):
-    """Finds what a step was not planned to return, and is told what is read of the rest."""
-
-    def __call__(self, name: str) -> Any:
-        """A field by its name. Raises AttributeError if there is none."""
-
-    def fields(self) -> tuple[str, ...]:
-        """The names of all fields, in their order; none where the model returns something that has none."""
-
-    def returned(self, name: str) -> None:
-        """A field that the step was planned to return is read."""
-
+from disco_accel.step.run.rerun import Rerun
 
 _READER = "_disco_reader"
-_Spec = tuple[tuple[str, ...], Reader | None]
+_Spec = tuple[tuple[str, ...], Rerun | None]
 
 
 class _NotByItsFields:
@@ -42,7 +30,7 @@ class StepOutput(_NotByItsFields, ModelOutput):
     Any other field is found by one more forward when it is first read. Who does so again gets it planned.
     """
 
-    def __init__(self, values: Mapping[str, torch.Tensor], reader: Reader | None = None) -> None:
+    def __init__(self, values: Mapping[str, torch.Tensor], reader: Rerun | None = None) -> None:
         """``reader``: finds a field that is not in ``values``."""
         for name, value in values.items():
             self[name] = value

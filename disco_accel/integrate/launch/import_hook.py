@@ -104,8 +104,7 @@ def autoload() -> None:
 def activate() -> None:
     """Make this process train under the launcher's config file: patch accelerate and Trainer, now or once imported."""
     from disco_accel.config import settings
-    from disco_accel.integrate.accelerate.deepspeed_patch import patch_ds_config
-    from disco_accel.integrate.accelerate.patches import patch_accelerator
+    from disco_accel.integrate.accelerate.patches import patch_accelerator, patch_ds_config
     from disco_accel.integrate.launch import exit_status
     from disco_accel.observe.log_to_stderr import show_messages
 
