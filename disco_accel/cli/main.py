@@ -83,7 +83,7 @@ def _compile(options: argparse.Namespace) -> int:
 
 def _with_culprit(error: BudgetTooSmall, graph: TaskGraph, memory: int | None) -> BudgetTooSmall:
     """Return ``error``, naming the vertex if a single one is too large for its device, that has ``memory`` bytes (None:
-    what the graph says)."""
+    as the graph says)."""
     from disco_accel.graph.check import called, largest_need
     from disco_accel.graph.strict_json import plain
 

@@ -15,7 +15,7 @@ from disco_accel.errors import ConfigError, GraphFileError
 from disco_accel.graph.strict_json import parse_json, plain, shown
 
 REPLACED = "disco_accel is what replaces it: weights stay in host memory and every load of them is planned"
-"""What to say of ZeRO stage 3 and its parameter offload."""
+"""The message about ZeRO stage 3 and its parameter offload."""
 
 _LARGEST_FILE = 1 << 20
 _ZERO = "zero_optimization"
@@ -92,8 +92,8 @@ def migrate(
     replace; and the ``disco_config`` keys that the file had.
 
     Raises:
-        ConfigError: a key asks for what a plan cannot give, or has a value of the wrong kind; ``where`` leads the
-            message.
+        ConfigError: a key asks for a thing that a plan cannot give, or has a value of the wrong kind; ``where`` leads
+            the message.
     """
     engine = copy.deepcopy(dict(content))
     try:

@@ -1,4 +1,5 @@
-"""The keys of ``disco_config`` and how each value is parsed: wrong ones raise ValueError saying what would work."""
+"""The keys of ``disco_config`` and a parser for each, which answers a wrong value with ValueError and one that
+works."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ MOST_CHUNKS = 64
 """Of one kernel: each is a launch of its own, and a copy of a slice where the next kernel is cut otherwise."""
 
 Parser = Callable[[Any], Any]
-"""Turns a value as a user writes it into the stored one; raises ValueError with what would work."""
+"""Turns a value as a user writes it into the stored one; raises ValueError with a value that works."""
 
 
 def _one_of(*names: str) -> Parser:
@@ -171,7 +172,7 @@ def _flag(value: Any) -> bool:
 
 
 def contradiction(optimizer: str, update: str) -> str:
-    """What is wrong with the two keys together; "" if nothing is."""
+    """The contradiction between the two keys, in words; "" if there is none."""
     if optimizer != "planned" or update != "step":
         return ""
     return (

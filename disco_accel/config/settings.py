@@ -1,9 +1,9 @@
-"""DiscoConfig: what a user can set, where it comes from, and what is wrong with it.
+"""DiscoConfig: all that a user can set, from files, the environment, or code.
 
-The only reader of YAML files in this package, and of the environment variables that config comes from; what else reads
-or sets one is named in ``tests/test_imports.py``, and why. No torch is imported until
-``DiscoConfig.resolve`` asks what the machine has, and no YAML parser until a file is read, because this module is
-loaded whenever torch is (see ``integrate/launch/import_hook.py``).
+The only reader of YAML files in this package, and of the environment variables that config comes from;
+``tests/test_imports.py`` names other readers of variables. No torch is imported until ``DiscoConfig.resolve`` looks at
+the machine, and no YAML parser until a file is read, because this module is loaded whenever torch is (see
+``integrate/launch/import_hook.py``).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _LOCAL_PROCESSES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MPI_LOCALNRANKS", "OMPI_C
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a config comes to on this machine: ``device`` is cpu or cuda, sizes in bytes, bandwidth in bytes/s.
-    ``devices``: how many share a step, each with ``memory_budget``. ``gpus``: their indices on cuda, first that of the
-    script's tensors; none for the current one alone."""
+    """A config on this machine: ``device`` is cpu or cuda, sizes in bytes, bandwidth in bytes/s. ``devices``: how many
+    share a step, each with ``memory_budget``. ``gpus``: their indices on cuda, first that of the script's tensors; none
+    for the current one alone."""
 
     device: str
     devices: int
@@ -58,12 +58,12 @@ class DiscoConfig:
     """The keys of the ``disco_config`` section. Values are checked and normalised when an instance is made.
 
     Sizes are bytes (int) once parsed; ``memory_budget`` and ``host_memory`` may stay ``"auto"`` or ``"80%"`` until
-    ``resolve``; one that is ``"shared"`` is a store's, at most what ``auto`` would be. ``plan_seconds``: the
-    time that a search for a plan may take; ``auto``: an amount of work that depends on the graph alone.
-    ``link_bandwidth`` (bytes/s) applies to the host device only.
+    ``resolve``; one that is ``"shared"`` is a store's, at most as large as ``auto``. ``plan_seconds``: the time that a
+    search for a plan may take; ``auto``: an amount of work that depends on the graph alone. ``link_bandwidth``
+    (bytes/s) applies to the host device only.
 
     Raises:
-        ConfigError: a value has the wrong type or is out of range; the message names the key and what works.
+        ConfigError: a value has the wrong type or is out of range; the message names the key and one that works.
     """
 
     memory_budget: int | str = "auto"
@@ -134,14 +134,14 @@ class DiscoConfig:
 
     @classmethod
     def from_deepspeed(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> DiscoConfig:
-        """The config that stands in for the offloading of a DeepSpeed config (path of its JSON file, or its content).
+        """The config that replaces the offloading of a DeepSpeed config (path of its JSON file, or its content).
 
-        A ``disco_config`` object in it is ours and may set any key. What is planned instead of being done by DeepSpeed
-        is logged, a line for each.
+        A ``disco_config`` object in it is ours and may set any key. Each key of DeepSpeed's that plans replace is
+        logged in a line.
 
         Raises:
-            ConfigError: the file is malformed, or a key of it asks for what cannot be planned (ZenFlow, SuperOffload,
-                DeepCompile, weights on NVMe, ...).
+            ConfigError: the file is malformed, or a key of it asks for a thing that cannot be planned (ZenFlow,
+                SuperOffload, DeepCompile, weights on NVMe, ...).
         """
         from disco_accel.config.deepspeed_keys import migrate, read_ds_config
 
@@ -200,8 +200,8 @@ class DiscoConfig:
         """The values that depend on the machine.
 
         ``memory_budget: auto`` is half of the RAM on the host device (the weights share it) and nine tenths of a CUDA
-        device; ``host_memory: auto`` is what others leave of the RAM. Each process has a budget of its own: ``auto``
-        and shares of the RAM are divided by the processes on this machine.
+        device; ``host_memory: auto`` is the RAM that others leave. Each process has a budget of its own: ``auto`` and
+        shares of the RAM are divided by the processes on this machine.
 
         Raises:
             ConfigError: a device is not there, or a size is larger than the machine, its other processes counted.
@@ -255,7 +255,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def split_yaml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], DiscoConfig | None]:
-    """What is not ours in a YAML file, and our section of it (None if it has none).
+    """The keys of a YAML file that are not ours, and our section of it (None if it has none).
 
     A file without a ``disco_config`` key whose keys are ours is taken as the section itself.
 
@@ -287,7 +287,7 @@ def host_memory_bytes() -> int:
 
 
 def spare_host_memory(processes: int = 1) -> int:
-    """Of ``host_memory_bytes``, what nobody else uses now: the part of one of so many ``processes``."""
+    """The part of one of so many ``processes`` in the bytes of ``host_memory_bytes`` that nobody else uses now."""
     held = own_bytes()
     return min(limit.share(processes, held) for limit in host_limits())
 
@@ -309,7 +309,7 @@ def ds_config_file() -> str | None:
 
 
 def set_ds_config_file(path: str | os.PathLike[str]) -> None:
-    """Make this process and its children plan what the DeepSpeed config in ``path`` would offload."""
+    """Make this process and its children plan the tensors that the DeepSpeed config in ``path`` would offload."""
     os.environ[DS_CONFIG_VARIABLE] = str(Path(path).resolve())
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
 
@@ -340,7 +340,7 @@ def _ancestors() -> list[str]:
 
 
 def launch_config() -> DiscoConfig:
-    """The launcher's config file, else what its DeepSpeed config comes to, with environment overrides.
+    """The config of the launcher's file, else of its DeepSpeed config, with environment overrides.
 
     Raises:
         ConfigError: as ``from_yaml``, ``from_deepspeed`` and ``from_env``; or no launcher set a file.
@@ -385,7 +385,7 @@ def autoload_wanted() -> bool:
 
 
 def _hint(key: str) -> str:
-    """What to do about an unknown ``key``, if anything is known."""
+    """A hint about an unknown ``key``, if there is one."""
     return f"; {FORMER_KEYS[key]}" if key in FORMER_KEYS else _nearest(key, PARSERS)
 
 
@@ -413,7 +413,7 @@ def _parse_yaml(text: str, where: str) -> Any:
         return loader.construct_mapping(node, deep=True)
 
     def expanded(node: yaml.Node | None, sizes: dict[int, int]) -> int:
-        """Nodes below and with ``node``, each alias counted as what it stands for."""
+        """Nodes below and with ``node``, each alias counted as its nodes."""
         if not isinstance(node, yaml.CollectionNode):
             return 1
         if id(node) not in sizes:

@@ -1,4 +1,4 @@
-"""What a plan promises before anything has run: sizes, seconds in simulation, distance from the bound, a picture."""
+"""The forecast of a plan before anything has run: sizes, seconds in simulation, distance from the bound, a picture."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def forecast(
 ) -> _Forecast:
     """Simulate one step of ``plan``, a plan of ``graph``.
 
-    ``budget``: the parts of the whole in bytes, with ``total`` and ``arena``; ``names``: INPUT vertex → tensor;
-    ``estimated_for``: the device that kernels' durations and the link are those of, in words; ``copies``: inputs that
-    have the bytes of another one, for another device.
+    ``budget``: the parts of the whole in bytes, with ``total`` and ``arena``. ``names``: INPUT vertex → tensor.
+    ``estimated_for``: the device of the kernels' durations and the link, in words. ``copies``: inputs that have the
+    bytes of another one, for another device.
     """
     run = simulate(plan, machine)
     lanes = machine.lanes(plan.spaces)
@@ -110,7 +110,7 @@ def forecast(
 
 
 def forecast_text(figures: Mapping[str, Any]) -> str:
-    """For people: what stays, what is streamed, and how long a step takes."""
+    """For people: bytes that stay, bytes that are streamed, and seconds of a step."""
     sizes = {
         "frozen weights": "frozen_bytes",
         "of which stay on the device": "resident_bytes",
@@ -135,7 +135,7 @@ def forecast_text(figures: Mapping[str, Any]) -> str:
 
 
 def passes_text(passes: Sequence[AppliedPass]) -> str:
-    """For people: a row for each pass, the graph behind it, and what it changed."""
+    """For people: a row for each pass, with the graph behind it and its changes."""
     rows = [
         [
             f"{each.name}: {each.effect}",

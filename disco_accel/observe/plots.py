@@ -67,7 +67,7 @@ def draw_step(
     """Write a PNG of one traced step: kernels and copies side by side, and below them memory under the budget line.
 
     ``budget`` (bytes) is the whole budget, of which ``outside`` bytes (adapters, gradients, optimizer, batch) lie
-    outside the arena; ``in_memory_peak`` is what the step takes without a plan. Times are milliseconds.
+    outside the arena; ``in_memory_peak`` is the memory of the step without a plan. Times are milliseconds.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

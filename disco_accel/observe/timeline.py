@@ -1,4 +1,4 @@
-"""What happened in one step: when each kernel and copy ran, and what the arena held meanwhile.
+"""One step in time: the run of each kernel and copy, and the content of the arena meanwhile.
 
 Input is a plan and the events that the executor traced; output is plain data, or a file for Chrome's and Perfetto's
 trace viewers. No torch.
@@ -44,7 +44,7 @@ class TracedEvent(Protocol):
 
 
 class Content(enum.Enum):
-    """What a range of the arena is used for."""
+    """The use of a range of the arena."""
 
     RESIDENT = "weights that stay"
     STREAMED = "streamed weights"
@@ -66,7 +66,7 @@ class _Stay:
 
 
 def contents(plan: MemGraph) -> dict[Ref, Content]:
-    """What each value that has an address is."""
+    """The content of each value that has an address."""
     by_id = {v.id: v for v in plan.vertices}
     resident, input_of = staying(plan), inputs_held(plan)
     return {ref: _content(by_id[ref[0]], input_of.get(ref), resident) for ref in plan.slots}
@@ -82,8 +82,8 @@ def _content(vertex: Vertex, input_held: int | None, resident: Container[int]) -
 def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[_Stay]:
     """When each value occupied its address in the traced step, by start time.
 
-    A value is there from the start of its producer to the end of its last reader. What is kept, inputs, and what was
-    brought back for the next step stay to the end, unless their place was given to another value.
+    A value is there from the start of its producer to the end of its last reader. Kept values, inputs, and values that
+    were brought back for the next step stay to the end, unless another value gets their place.
     """
     ran = {e.vertex: e for e in events}
     finish = max((e.end for e in events), default=0.0)
@@ -213,7 +213,7 @@ def chrome_trace(plan: MemGraph, events: Sequence[TracedEvent]) -> dict[str, Any
 
 
 def label(vertex: Vertex, by_id: Mapping[int, Vertex]) -> str:
-    """A short name of a vertex; a copy is named by what it copies."""
+    """A short name of a vertex; a copy is named by its value."""
     if swaps(vertex):
         source = by_id[vertex.inputs[0][0]]
         if swaps_in(vertex) and swaps_out(source):

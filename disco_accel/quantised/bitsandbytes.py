@@ -234,7 +234,7 @@ def _check_4bit(
 
 
 def _state(tensor: FileTensor) -> dict[str, Any]:
-    """What a quant_state says, with exactly the keys that there are, each once."""
+    """The content of a quant_state, with exactly the keys that there are, each once."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({key for key, _ in pairs}) != len(pairs):

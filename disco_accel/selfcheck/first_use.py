@@ -25,7 +25,7 @@ Tracing = Callable[[], AbstractContextManager[Any]]
 
 _lock = threading.Lock()
 _failed: dict[torch.device, SelfCheckFailed | None] = {}
-"""Devices that this process has an answer for. What a device's index means never changes within a process."""
+"""Devices that this process has an answer for. An index means the same device throughout a process."""
 
 
 def require_passed(
@@ -90,7 +90,7 @@ def passed_line(outcome: Outcome, folder: str | None) -> str:
 
 
 def failed_line(outcome: Outcome, report: str | None) -> str:
-    """What differed and what to do, in one line."""
+    """The differences and the way out, in one line."""
     others = len(outcome.differences) - 1
     more = f", and {others} more difference{'s' if others > 1 else ''}" if others else ""
     first = str(outcome.differences[0]).splitlines()[0]

@@ -66,7 +66,7 @@ class Difference:
 
 @dataclass
 class Outcome:
-    """``figures``: what was measured, rates in bytes/s. ``seconds``: of the whole check."""
+    """``figures``: measurements, rates in bytes/s. ``seconds``: of the whole check."""
 
     identity: Mapping[str, str]
     differences: list[Difference] = field(default_factory=list)
@@ -126,7 +126,7 @@ def _first(tensor: torch.Tensor | None) -> str:
 
 
 def identity_of(device: torch.device) -> dict[str, str]:
-    """What a check on ``device`` is about, for people to read and for ``key_of``."""
+    """The facts that a check on ``device`` holds for, for people to read and for ``key_of``."""
     software = {
         "disco_accel": __version__,
         "sources": _sources_digest(),
@@ -144,7 +144,7 @@ def key_of(identity: Mapping[str, str]) -> str:
 
 @functools.cache
 def _sources_digest() -> str:
-    """A hash of what captures, plans and runs, Python and C++."""
+    """A hash of the sources that capture, plan and run, Python and C++."""
     digest = hashlib.sha256()
     for part in _PARTS:
         # The last part may be a link to another folder, which rglob would not follow.

@@ -1,4 +1,4 @@
-"""The self-check itself: every part in turn, what differs, what was measured."""
+"""The self-check itself: every part in turn, with its differences and figures."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def check(
 ) -> Outcome:
     """Run the self-check on ``device``, which has its index. ``make``: the subject, for tests that plant faults.
 
-    What goes wrong inside is a difference of the outcome. Raises ExtensionError where there is no engine to check, and
-    what is a shortage of memory for the moment (see ``shortage.py``).
+    An error inside is a difference of the outcome. Raises ExtensionError where there is no engine to check, and
+    shortages of memory for the moment (see ``shortage.py``).
     """
     # What is built at first is none of the check's seconds.
     prepare_device(device)

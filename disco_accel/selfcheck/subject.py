@@ -1,4 +1,4 @@
-"""What the self-check trains: a small model, its own plan under little memory, and the same step in plain PyTorch.
+"""The training of the self-check: a small model, its own plan under little memory, and the same step in plain PyTorch.
 
 Every op of it is deterministic on a GPU as on the CPU, so equal inputs give equal bits. Half of the blocks are
 checkpointed; one of those draws random numbers, which its recomputation must draw again.
@@ -36,7 +36,7 @@ _BLOCKS = 6
 _SEED = 14
 _DROPPED = 0.25
 _TINY = 256 << 10
-"""Bytes of memory that are not enough for a plan: what the refusal asks for is the least that is."""
+"""Bytes of memory that are not enough for a plan: the refusal names the least that is."""
 
 
 class _Block(torch.nn.Module):

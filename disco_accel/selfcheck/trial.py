@@ -18,7 +18,7 @@ from disco_accel.selfcheck.subject import Subject, by_name, eager_step, seed_gen
 
 class Trial:
     """An executor of ``subject`` between ``__enter__`` and ``__exit__``. A step is ``begin``, ``loss``, ``end`` and
-    ``gradients``, as in a training: the second and the last copy what leaves the arena."""
+    ``gradients``, as in a training: the second and the last copy values out of the arena."""
 
     def __init__(self, subject: Subject, options: EngineOptions) -> None:
         self.subject = subject
@@ -83,7 +83,7 @@ def eager_runs(subject: Subject, batch: Mapping[str, torch.Tensor], seed: int) -
 
 @contextmanager
 def circumstances(device: torch.device) -> Iterator[None]:
-    """As in a usual training step, whatever the caller has set; the caller's generators stay where they are."""
+    """The settings of a usual training step in place of the caller's, whose generators stay where they are."""
     backend = backend_of(device)
     host, drawn = torch.get_rng_state(), backend.rng_state()
     try:

@@ -2,9 +2,9 @@
 
 ``pytest -p disco_accel.testing.pytest_plugin --disco=models --disco-config=disco.yaml --disco-report=report.json``
 
-``--disco=launch`` does what a launcher does: models with an adapter over frozen weights are prepared on their way
-through ``Accelerator.prepare`` and Trainer. ``--disco=models`` prepares any model that is called with gradients and has
-a trainable parameter, also one that has no frozen ones. ``--disco=callback`` counts for tests that ask for plans
+``--disco=launch`` works as a launcher: models with an adapter over frozen weights are prepared on their way through
+``Accelerator.prepare`` and Trainer. ``--disco=models`` prepares any model that is called with gradients and has a
+trainable parameter, also one that has no frozen ones. ``--disco=callback`` counts for tests that ask for plans
 themselves. ``--disco=off`` only writes the report.
 """
 
@@ -44,7 +44,7 @@ class _Ran:
 
 
 class Judge(Observer):
-    """Counts, for each test, what ran from a plan and what in eager mode, and writes it as JSON."""
+    """Counts, for each test, steps from a plan and steps in eager mode, and writes them as JSON."""
 
     def __init__(self, report: Path | None) -> None:
         self._report = report

@@ -69,7 +69,7 @@ def patch_trainer(module: ModuleType) -> None:
 def patch_ds_config(module: ModuleType) -> None:
     """Migrate every DeepSpeed config that ``module`` (accelerate.utils.deepspeed) reads.
 
-    Accelerate's plugin and transformers' Trainer, whatever config a script names to them, both go through its class.
+    Accelerate's plugin and transformers' Trainer both go through its class, for any config that a script names to them.
     """
     cls = module.HfDeepSpeedConfig
     original = cls.set_stage_and_offload

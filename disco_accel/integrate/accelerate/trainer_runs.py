@@ -1,6 +1,6 @@
-"""What ``update: auto`` means in a run of transformers' Trainer: updates are put off where no code of others runs
-between ``optimizer.step()`` and the next forward, since it may read parameters. There clipping leaves its product to
-such updates, too.
+"""Runs of transformers' Trainer: ``update: auto``, clipping, and the seconds of plans. Updates are deferred where no
+code of others runs between ``optimizer.step()`` and the next forward, since it may read parameters. There clipping
+leaves its product to such updates, too.
 
 Looked at before each event of a Trainer's callbacks: one that is added in the middle of training finds its weights
 updated when it is called first.
@@ -69,7 +69,7 @@ def follow_trainers(module: ModuleType) -> None:
 
 
 def _clip_in_updates(cls: Any) -> None:
-    """From now on the ``Accelerator`` of a Trainer leaves the product of clipping to updates that are put off."""
+    """From now on the ``Accelerator`` of a Trainer leaves the product of clipping to deferred updates."""
     clip = cls.clip_grad_norm_
 
     @functools.wraps(clip)
@@ -122,7 +122,7 @@ def _end(trainer: Any, error: BaseException | None = None) -> None:
 
 
 def _reasons(trainer: Any) -> Iterator[str]:
-    """What of others may run between a step and the next forward, named for the user."""
+    """Code of others that may run between a step and the next forward, named for the user."""
     cls = type(trainer)
     if not _known(cls) and not (_package(cls) == "trl" and cls.__name__ in _TRL):
         yield f"trainer {cls.__qualname__} ({cls.__module__})"

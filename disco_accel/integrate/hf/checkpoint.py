@@ -43,18 +43,18 @@ def load_into_arena(
 ) -> Any:
     """The causal language model of a local checkpoint, its weights in a host arena that ``prepare`` uses as it is.
 
-    ``dtype`` is a torch name, or ``auto``: the config's, else the first weight's. As from ``from_pretrained``, it is
-    in eval mode, tied weights are tied, buffers have their values. ``quantization_config`` is transformers' and packs
-    each weight on the host once it is read; packed checkpoints are read as they are. None where only
-    ``from_pretrained`` can load the checkpoint: packed weights of a library without a ``quant_method`` in
-    ``quantised/``, checkpoints without a form whose tensors are not the model's parameters one by one, and those whose
-    config names the file of the weights (``transformers_weights``).
+    ``dtype`` is a torch name, or ``auto``: the config's, else the first weight's. As from ``from_pretrained``, it is in
+    eval mode, tied weights are tied, buffers have their values. ``quantization_config`` is transformers' and packs each
+    weight on the host once it is read; packed checkpoints are read as they are. None where only ``from_pretrained`` can
+    load the checkpoint. That is so for packed weights of a library without a ``quant_method`` in ``quantised/``, and
+    for plain tensors that are not the model's parameters one by one. It is so where the config names the file of the
+    weights (``transformers_weights``), too.
 
     With ``shared``, the folder where processes of this user meet (``shared_weights_folder``), weights that are not
     packed lie in a copy that all of them map: it is read from the files once.
 
     Raises:
-        ConfigError: a file is missing, cut short or malformed, a tensor has another shape than the config says, the
+        ConfigError: a file is missing, cut short or malformed, or a tensor has another shape than the config says. The
             parts of a packed weight do not fit each other, or the library that packs is not installed.
     """
     directory = Path(directory)

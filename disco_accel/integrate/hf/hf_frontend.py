@@ -54,11 +54,11 @@ class HuggingFace:
         return tensor_plan(model, count)
 
     def observer(self, counts: RunCounts) -> Observer:
-        """Says what bucketing does, and keeps the time that plans take out of a Trainer's speed."""
+        """Reports the figures of bucketing, and keeps the time that plans take out of a Trainer's speed."""
         return _Observer(self.buckets, counts)
 
     def stats(self) -> dict[str, Any]:
-        """What came of bucketing."""
+        """The figures of bucketing."""
         return {"buckets": self.buckets.as_dict()}
 
 
@@ -67,7 +67,7 @@ class _Observer(Observer):
         self._buckets, self._counts = buckets, counts
 
     def on_step(self, step: CompiledStep) -> None:
-        """Say once, after enough steps, what bucketing does."""
+        """Say once, after enough steps, the figures of bucketing."""
         self._buckets.summarise(self._counts.plans, self._counts.plan_hits, self._counts.steps_compiled)
 
     def on_plan(self, step: CompiledStep) -> None:

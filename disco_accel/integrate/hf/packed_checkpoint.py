@@ -1,7 +1,7 @@
 """Packed weights into a host arena, one by one: packed as they are read, or read as they were packed.
 
-transformers and the library do the work: which layers, how, what the model is like. What is here gives them the
-checkpoint tensor by tensor, and moves each parameter into the arena when it is made.
+transformers and the library choose the layers, pack them and build the model. The functions here give them the
+checkpoint tensor by tensor, and move each parameter into the arena when it is made.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def load_packed(
 ) -> Any:
     """The model of a checkpoint for which ``has_loader`` is true, its parameters in one host arena, in eval mode.
 
-    ``stored``: its tensors. ``options``: ``dtype``, a torch.dtype, and what else ``from_pretrained`` is told.
+    ``stored``: its tensors. ``options``: of ``from_pretrained``, ``dtype``, a torch.dtype, among them.
 
     Raises:
         ConfigError: a tensor is missing or cut short, the parts of a packed weight do not fit each other, or

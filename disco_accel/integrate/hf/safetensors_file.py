@@ -220,7 +220,8 @@ def files_read_unmapped(stored: Iterable[StoredTensor]) -> Iterator[None]:
 
 
 class _UnmappedFile:
-    """What transformers uses of an open file, its tensors by name; all else is the mapped file's, once it is asked."""
+    """An open file for transformers: its tensors by name; all other attributes are the mapped file's, once it is
+    asked."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor], mapped: Callable[[], Any]) -> None:
         self._tensors = tensors

@@ -1,4 +1,4 @@
-"""What a planned training step returns in place of the model's own output."""
+"""The output of a planned training step, in place of the model's own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _NotByItsFields:
 class StepOutput(_NotByItsFields, ModelOutput):
     """The values that a step was planned to return, by field of the model's own output.
 
-    Any other field is found by one more forward when it is first read. Who does so again gets it planned.
+    Any other field is found by one more forward when it is first read; a second read gets it planned.
     """
 
     def __init__(self, values: Mapping[str, torch.Tensor], reader: Rerun | None = None) -> None:
@@ -63,7 +63,7 @@ class StepOutput(_NotByItsFields, ModelOutput):
         return self[picked] if isinstance(picked, str) else tuple(self[name] for name in picked)
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """What the model's own output has, in its order."""
+        """The fields of the model's own output, in its order."""
         return tuple(self[name] for name in self._names())
 
     def _names(self) -> tuple[str, ...]:
