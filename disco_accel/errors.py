@@ -1,4 +1,4 @@
-"""The error tree: a user's mistake names the key or tensor, what was given, and what would work."""
+"""The error tree: the message about a user's mistake names the key or tensor, the given value, and one that works."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CaptureError(DiscoError):
 
 
 class SelfCheckFailed(CaptureError):
-    """The device does not compute from a plan what plain PyTorch computes on it, so nothing is planned for it.
+    """Planned steps on the device have other results than plain PyTorch, so nothing is planned for it.
 
     ``report``: the file to attach to a bug report, if one could be written.
     """
@@ -46,9 +46,9 @@ class BudgetTooSmall(PlanError, RuntimeError):
     A ``RuntimeError`` with the words of PyTorch's allocator, so that scripts that try smaller batches until one fits
     (accelerate's ``find_executable_batch_size``, Trainer's ``auto_find_batch_size``) do so.
 
-    ``needed`` is the smallest arena, in bytes, for which the planner found a plan; ``given`` is what it got. ``parts``:
-    what takes the bytes that are needed, in words. Of several devices ``devices`` are those that are short, by id, if
-    not all are: the others need no more than they have.
+    ``needed`` is the smallest arena, in bytes, for which the planner found a plan; ``given``: the one that it got.
+    ``parts``: the uses of the bytes that are needed, in words. Of several devices ``devices`` are those that are short,
+    by id, if not all are: the others need no more than they have.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class BudgetTooSmall(PlanError, RuntimeError):
 
 
 class ExecutionError(DiscoError):
-    """A vertex failed while a step ran; what the step does not change is as it was before the step."""
+    """A vertex failed while a step ran; values that the step does not change are as before."""
 
 
 class StatesTorn(ExecutionError):
@@ -77,27 +77,28 @@ class StatesTorn(ExecutionError):
 
 
 class DeviceLost(ExecutionError):
-    """A device has failed in a way that ends all its work in this process; the message names what was in flight."""
+    """A device has failed in a way that ends all its work in this process; the message names the vertices in flight."""
 
 
 class StepsDiffer(ExecutionError):
-    """A planned step that ``verify_steps`` compared is not the unplanned one; the message says what, how far."""
+    """A planned step that ``verify_steps`` compared is not the unplanned one; the message says how far apart which
+    tensors are."""
 
 
 class Stalled(ExecutionError):
-    """A step stopped making progress; the message lists who waits for what."""
+    """A step stopped making progress; the message lists vertices that wait and their causes."""
 
 
 class ExtensionError(ExecutionError):
-    """The extension cannot be built or loaded; the message says what is missing and what to do."""
+    """The extension cannot be built or loaded; the message names the missing part and the remedy."""
 
 
 class StoreError(ExecutionError):
-    """The tensor store refuses a request; the message names the object and says what works."""
+    """The tensor store refuses a request; the message names the object and a request that works."""
 
 
 class StoreFull(StoreError):
-    """A tier of the store has no room for an object; the message names sizes, and who holds what."""
+    """A tier of the store has no room for an object; the message names sizes and holders."""
 
 
 class StoreGone(StoreError):

@@ -12,7 +12,7 @@ _of_thread = threading.local()
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Do not look for garbage cycles: what is being made stays, and looking takes a third of the time.
+    """Do not look for garbage cycles: new objects stay, and looking takes a third of the time.
 
     Works as a decorator too. The collector is as it was afterwards, also after an error.
     """

@@ -1,7 +1,7 @@
-"""How much host memory this process may still take: what the machine, its control groups and its own limits leave.
+"""How much host memory this process may still take: the rest of the machine's, its control groups' and its own limits.
 
-The kernel ends a process that takes more than a control group allows, its own or one above it. So what is left counts,
-of the tightest limit. Page cache that can be dropped at once is left too.
+The kernel ends a process that takes more than a control group allows, its own or one above it. So the rest of the
+tightest limit counts. Page cache that can be dropped at once is left too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from disco_accel.sizes import format_size
 _NO_LIMIT = 1 << 60
 """Bytes. The first version of control groups writes a number as large where there is no limit."""
 _CHECKED = 64 << 20
-"""Bytes. What takes less is not worth a look, which takes some hundred microseconds."""
+"""Bytes. Smaller requests are not worth a look, which takes some hundred microseconds."""
 _ROOT = Path("/")
 
 
@@ -36,7 +36,7 @@ class HostLimit:
         return self.total if self.own else self.total // processes
 
     def share(self, processes: int, held: int) -> int:
-        """As ``share_of_total``, of what is left, and the ``held`` bytes that this process has of it already."""
+        """As ``share_of_total``, of the bytes left, and the ``held`` bytes that this process has of it already."""
         left = self.left if self.own else self.left // processes
         return min(self.share_of_total(processes), left + held)
 
@@ -158,7 +158,8 @@ def _limit(root: Path, file: Path, total: int, used: int, swap: int) -> HostLimi
 
 
 def _cache(group: Path, *names: str) -> int:
-    """Page cache that can be dropped at once: the first two of ``names``, less what must be written before."""
+    """Page cache that can be dropped at once: the first two of ``names``, less the bytes that must be written
+    before."""
     counts = dict(line.split(" ", 1) for line in _lines(group / "memory.stat") if " " in line)
     inactive, active, dirty, written = (int(text) if (text := counts.get(n, "0")).isdecimal() else 0 for n in names)
     return max(0, inactive + active - dirty - written)

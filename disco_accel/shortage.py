@@ -1,4 +1,4 @@
-"""Errors that tell of the machine as it was for a moment, not of the model: what met one may be tried again."""
+"""Errors that tell of the machine as it was for a moment, not of the model: a step that met one may be tried again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Threads that work beside a program, and end with the interpreter of the process that started them.
 
 They are stopped and waited for before the interpreter goes down. CPython up to 3.13 ends a thread that asks for its
-lock after that by unwinding the thread's stack, and C++ code there, such as an op of PyTorch's, then aborts the
-process: "terminate called without an active exception".
+lock after that by unwinding the thread's stack. C++ code there, such as an op of PyTorch's, then aborts the process:
+"terminate called without an active exception".
 """
 
 from __future__ import annotations

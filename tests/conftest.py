@@ -98,6 +98,14 @@ def sample(items: list[pytest.Item], *, whole: bool) -> None:
             item.add_marker(pytest.mark.long)
 
 
+@pytest.fixture
+def random_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the ready vertices of a prepared model's steps, the engine starts any."""
+    from disco_accel.step.run.session import Session
+
+    monkeypatch.setattr(Session, "engine", {"dispatch": "random"})
+
+
 @pytest.fixture(autouse=True)
 def messages_as_before() -> Iterator[None]:
     """What one test has shown to its user (a recipe shows messages, an entry point does) no other test prints."""

@@ -96,8 +96,8 @@ def _phase(vertex: Vertex) -> str | None:
 def held_bytes(traced: Trace) -> tuple[list[float], list[int]]:
     """Seconds and the bytes that the device holds from each on; of a plan with addresses, those of its arena."""
     if traced.plan.slots:
-        used = occupancy(traced.plan, traced.events)
-        return list(used.times), list(used.total)
+        times, held = occupancy(traced.plan, traced.events)
+        return times, [sum(parts) for parts in zip(*held.values(), strict=True)]
     return _live_bytes(traced)
 
 

@@ -22,7 +22,7 @@ from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.native.backend import run_device
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.step.placement.streamed_eager import StreamedEager
-from disco_accel.step.run.session import current_step
+from disco_accel.step.run.session import current_step, find_state
 
 LEARNING_RATE = 1e-4
 _RATE_BYTES = 512 << 20
@@ -201,12 +201,16 @@ class Streamed(Engine):
 
 
 class Planned(Engine):
-    """A step from a plan within the job's budget; ``changes`` are keys of ``DiscoConfig``."""
+    """A step from a plan within the job's budget, by an engine with the options ``engine``."""
 
-    changes: ClassVar[Mapping[str, Any]] = {}
+    engine: ClassVar[Mapping[str, Any]] = {}
 
     def build(self) -> Any:
-        return prepare(self.arena_model(), dataclasses.replace(self.job.config, **self.changes))
+        model = prepare(self.arena_model(), self.job.config)
+        state = find_state(model)
+        assert state is not None
+        state.engine = self.engine
+        return model
 
     def figures(self) -> dict[str, Any]:
         found = stats(self.model)
@@ -251,13 +255,13 @@ def link_rates() -> dict[str, float]:
 class FixedOrder(Planned):
     """The same plan, its vertices started in serial order only."""
 
-    changes: ClassVar[Mapping[str, Any]] = {"dispatch": "fixed"}
+    engine: ClassVar[Mapping[str, Any]] = {"dispatch": "fixed"}
 
 
 class NoLookahead(Planned):
     """Kernels are issued when all that they need has finished, as in the paper (K = 0)."""
 
-    changes: ClassVar[Mapping[str, Any]] = {"lookahead": 0}
+    engine: ClassVar[Mapping[str, Any]] = {"lookahead": 0}
 
 
 class Resident(Planned):

@@ -1,7 +1,7 @@
-"""What torch calls at the end of its import: ``autoload`` of ``integrate/launch/import_hook.py``, if ``disco_accel`` is
+"""Called by torch at the end of its import: ``autoload`` of ``integrate/launch/import_hook.py``, if ``disco_accel`` is
 ours.
 
-A module of its own, because torch ends with an error where an entry point cannot be imported, and a script named
+A module of its own, because torch ends with an error where an entry point cannot be imported. A script named
 ``disco_accel.py``, or a folder of that name beside a script, comes before the installed package on the path. Neither is
 run from here.
 """

@@ -29,7 +29,7 @@ _OTHERS = ("_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_mat
 
 
 def cudnn_attention_wanted() -> bool:
-    """Whether the user lets PyTorch take cuDNN's attention, whatever a capture has switched off."""
+    """Whether the user lets PyTorch take cuDNN's attention; a capture may have switched it off meanwhile."""
     with _lock:
         return _switched_off or bool(torch._C._get_cudnn_sdp_enabled())
 

@@ -122,7 +122,7 @@ def kept_casts(outputs: Iterable[torch.Tensor], weights: Mapping[str, torch.Tens
     from; called within that region.
 
     Each comes with the dtype that eager adds its gradients in when one backward goes through several forwards of the
-    region; "" where the weight is used several times, so that eager adds parts of them in an order of their own.
+    region. It is "" where the weight is used several times, as eager adds parts of them in another order.
     """
     users: dict[Any, Counter[Any]] = {}
     queue = [tensor.grad_fn for tensor in outputs]

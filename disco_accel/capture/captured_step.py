@@ -1,17 +1,18 @@
-"""A captured step as data: its graph, what its inputs hold, what it returns."""
+"""A step as data: as it was traced, and as a graph with its inputs, outputs and gradients."""
 
 from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from disco_accel.graph.passes import AppliedPass, GraphPass, applied_pass, run_passes
-from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorSpec
+from disco_accel.graph.taskgraph import Ref, RngSite, TaskGraph, TensorSpec
 
 
 class InputSource(enum.StrEnum):
@@ -35,7 +36,7 @@ class InputSource(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InputBinding:
-    """What INPUT ``vertex`` holds, which comes from ``source``.
+    """The content of INPUT ``vertex``, which comes from ``source``.
 
     ``name``: the parameter's or buffer's as in ``model.named_parameters()``, the batch key (dotted inside
     containers), the output whose tangent it is or that is written there, or a key of ``CapturedStep.constants``.
@@ -50,6 +51,23 @@ class InputBinding:
     part: int = 0
     parts: int = 1
     dim: int = 0
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """``graph`` of aten ops on fake tensors. ``sources``: source and name, as in ``InputBinding``, of each placeholder.
+    ``sites``: the use of the generator by ops that draw random numbers. ``output_grads``: gradients of the outputs of
+    checkpointed layers, which their recomputation waits for.
+    """
+
+    graph: fx.Graph
+    sources: Sequence[tuple[InputSource, str]]
+    sites: Mapping[fx.Node, RngSite]
+    output_grads: Mapping[int, Iterable[torch.Tensor]]
+
+
+Rewrite = Callable[[TracedStep], TracedStep]
+"""Makes another step of a traced one, with the same inputs, outputs and gradients by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +87,8 @@ class CapturedStep:
     ``outputs`` are. A trainable parameter that they do not reach has no entry in ``gradients``: eager leaves it None.
     ``bare``: the model returns the first output itself, not something that has it as a field. ``passes``: those that
     ``graph`` has been through. ``kept_casts``: trained weights of which an autocast region keeps a cast for its further
-    forwards, with the dtype that eager adds up their gradients in if one backward has those of several such forwards;
-    "" where eager adds parts of a gradient, as the weight is used several times.
+    forwards, with the dtype of eager's sums of their gradients over several such forwards. It is "" where eager adds
+    parts of a gradient, as the weight is used several times.
     """
 
     graph: TaskGraph

@@ -1,8 +1,8 @@
 """Activation checkpointing in a trace: the forward, the recomputation and the backward of each segment are marked.
 
 Both kinds of ``torch.utils.checkpoint`` are captured as the non-reentrant one. The reentrant kind computes the same
-values. What it differentiates in another way, or not at all, is refused: eager runs an autograd of its own for each
-segment, which knows the tensors among the segment's arguments and the trainable ones inside, and nothing else.
+values. Eager runs an autograd of its own for each reentrant segment, which knows the tensors among the segment's
+arguments and the trainable ones inside. Any other tensor that it would have to differentiate is refused.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ def _refuse_keywords(log: TraceLog, keywords: Iterable[str]) -> None:
 
 @contextmanager
 def _nothing_saved_elsewhere(log: TraceLog) -> Iterator[None]:
-    """Leave out what a user's function does to save a segment's arguments on the host: a plan decides where they are.
+    """Leave a segment's arguments where they are, also where the user's function saves them on the host: a plan
+    decides.
 
     Raises:
         CaptureError: the function saves them in a way that is not known to keep their values.
@@ -207,7 +208,7 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def traced(function: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-    """What ``module``'s checkpoint ``function`` is while a step is traced, inside ``marked_below``.
+    """The replacement of ``module``'s checkpoint ``function`` while a step is traced, inside ``marked_below``.
 
     A function of the user's own runs as it is, with all that it does besides: torch's checkpointing, wherever it
     calls that, is ``checkpointed``. Modules that it recomputes itself are noticed when they run in the backward.
@@ -230,7 +231,8 @@ def traced(function: Callable[..., Any], module: torch.nn.Module) -> Callable[..
 
 
 def _require_trained(module: torch.nn.Module, output: Any, args: Sequence[Any], log: TraceLog) -> None:
-    """Autograd knows what ``module`` trains: its own forward ran, not one inside of an ``autograd.Function``."""
+    """Autograd knows the weights that ``module`` trains: its own forward ran, not one inside of an
+    ``autograd.Function``."""
     trainable = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if trainable and not any(id(leaf) in trainable for leaf in _leaves(_tensors(output), inputs, 0, "")):

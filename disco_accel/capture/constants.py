@@ -1,12 +1,13 @@
-"""Tensors that a forward reads although they are no parameter, buffer or input: plain attributes and what it makes.
+"""Tensors that a forward reads although they are no parameter, buffer or input: plain attributes, its own new tensors.
 
 A trace lifts each into a constant. Its twin here has a storage of its own for the length of the trace, so that all
-views of it are known as such, and its bytes are those of the live tensor: changes in place are followed.
+views of it are known as such. Its bytes are those of the live tensor: changes in place are followed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +16,19 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
 
-from disco_accel.capture.op_recorder import Trace
 from disco_accel.capture.parts import is_plain, named_parts
 from disco_accel.capture.storages import storage_key
 from disco_accel.capture.thread_patches import patched
+from disco_accel.capture.trace_log import active_log
 from disco_accel.errors import CaptureError
+from disco_accel.native.host_memory import place
 
 if TYPE_CHECKING:
     from disco_accel.capture.captured_step import CapturedStep, InputBinding
 
 _LIFT = torch.ops.aten.lift_fresh_copy.default
 _AS_STRIDED = torch.ops.aten.as_strided.default
+_DATA: Any = torch.Tensor.data
 
 
 class _Twins(FakeTensorConverter):
@@ -56,8 +59,10 @@ def tracing_mode() -> FakeTensorMode:
     return mode
 
 
-def bind_constants(trace: Trace, mode: FakeTensorMode, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Name → live tensor of every constant of ``trace`` that something reads; their nodes get their twins.
+def bind_constants(
+    graph: fx.Graph, traced: Mapping[str, torch.Tensor], mode: FakeTensorMode, model: torch.nn.Module
+) -> dict[str, torch.Tensor]:
+    """Name → live tensor of every constant that ``graph`` reads, of those that were ``traced``; their nodes get twins.
 
     Raises:
         CaptureError: a constant that has no bits, wants a gradient, is on a device, is a trainable parameter's
@@ -67,11 +72,11 @@ def bind_constants(trace: Trace, mode: FakeTensorMode, model: torch.nn.Module) -
     assert isinstance(converter, _Twins)
     trainable = {storage_key(p): name for name, p in model.named_parameters() if p.requires_grad}
     constants: dict[str, torch.Tensor] = {}
-    for node in trace.graph.find_nodes(op="get_attr"):
+    for node in graph.find_nodes(op="get_attr"):
         if not node.users:
             continue
         key = str(node.target)
-        value = trace.constants[key]
+        value = traced[key]
         real = _real(value)
         if real is None:
             raise CaptureError(
@@ -85,7 +90,7 @@ def bind_constants(trace: Trace, mode: FakeTensorMode, model: torch.nn.Module) -
         _check(real, model, trainable)
         if not made:
             node.meta["val"] = converter.twins[id(real)][1]
-    _check_offsets(trace.graph, constants)
+    _check_offsets(graph, constants)
     return constants
 
 
@@ -111,6 +116,33 @@ def no_values_read(model: torch.nn.Module) -> Iterator[None]:
         for name in ("tolist", "numpy", "__array__"):
             stack.enter_context(patched(torch.Tensor, name, refusing))
         yield
+
+
+@contextmanager
+def no_data_assigned() -> Iterator[None]:
+    """Refuse ``tensor.data = other`` in this thread, but for the very bytes that the tensor has. It is no op, so that a
+    graph would go on with the tensor's old bytes.
+
+    Raises:
+        CaptureError: from the assignment.
+    """
+    thread = threading.get_ident()
+
+    def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if threading.get_ident() == thread and place(value) != place(tensor):
+            log = active_log()
+            raise CaptureError(
+                f"module {log.module if log is not None and log.module else '?'}: its forward puts other data into a "
+                f"tensor of shape {tuple(tensor.shape)} (tensor.data = ...), which no plan does; if it does so at its "
+                "first run only, as layers that convert a weight do, run the model once before prepare()"
+            )
+        _DATA.__set__(tensor, value)
+
+    FakeTensor.data = property(_DATA.__get__, assign)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del FakeTensor.data
 
 
 def _real(value: Any) -> torch.Tensor | None:
@@ -158,12 +190,12 @@ def _offset(node: fx.Node, constants: dict[str, torch.Tensor]) -> int:
 
 
 def name_of(model: torch.nn.Module, tensor: torch.Tensor) -> str:
-    """What holds ``tensor``: the dotted path of a module's attribute, with the place in a container."""
+    """The owner of ``tensor``: the dotted path of a module's attribute, with the place in a container."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in ("_modules", "_parameters", "_buffers"):
-                for place in _places(value, tensor, name):
-                    return f"{path}.{place}" if path else place
+                for found in _places(value, tensor, name):
+                    return f"{path}.{found}" if path else found
     for part in named_parts(model):
         if part.tensor is tensor:
             return part.name

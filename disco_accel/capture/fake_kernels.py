@@ -1,4 +1,4 @@
-"""What torch's fake tensors refuse although the kernels take it, and what they log on top of an error."""
+"""Rules for ops that torch's fake tensors refuse although the kernels take them; a filter for their log lines."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from disco_accel.capture.fx_nodes import arguments_of, nodes_in
 from disco_accel.capture.inplace import overwritable
+from disco_accel.capture.rng import draws
 from disco_accel.capture.storages import storage_bytes, storage_key, tensor_spec, tensors_of
-from disco_accel.capture.trace_log import RECOMPUTE, NodeInfo, node_info
+from disco_accel.capture.trace_log import RECOMPUTE, NodeInfo, arguments_of, node_info
 from disco_accel.errors import CaptureError
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.passes import GraphPass
@@ -35,20 +35,12 @@ from disco_accel.graph.values import arrives_at_gate
 from disco_accel.native.op_encoding import op_overload
 
 
-@dataclass(frozen=True, slots=True)
-class InputFlags:
-    """How the host sees an INPUT; meanings as in ``Vertex``."""
-
-    op: str
-    traits: Traits
-
-
 @dataclass
 class OpLowering:
     """Vertices made so far. ``owner``: storage → the value it holds now; ``maker``: storage → its first value.
 
-    ``device``: where all kernels run, whatever device the traced code names for what it makes. ``outside``: a clone →
-    the external INPUT whose memory it is made in.
+    ``device``: where all kernels run; devices that the traced code names do not count. ``outside``: a clone → the
+    external INPUT whose memory it is made in.
     """
 
     device: str = "cpu"
@@ -63,21 +55,27 @@ class OpLowering:
         """The value behind ``tensor`` at this point of the trace."""
         return self.owner[storage_key(tensor)]
 
-    def add_input(self, tensor: torch.Tensor, flags: InputFlags) -> int:
+    def add_input(self, tensor: torch.Tensor, op: str, traits: Traits) -> int:
         """An INPUT vertex for the storage of ``tensor``; returns its id."""
         id_ = len(self.vertices)
-        vertex = Vertex(
-            id=id_,
-            kind=VertexKind.INPUT,
-            space=0,
-            op=flags.op,
-            sizes=(storage_bytes(tensor),),
-            traits=flags.traits,
-        )
-        self.vertices.append(vertex)
+        self.vertices.append(Vertex(id_, VertexKind.INPUT, 0, op, sizes=(storage_bytes(tensor),), traits=traits))
         key = storage_key(tensor)
         self.owner[key] = self.maker[key] = (id_, 0)
         return id_
+
+
+def remove_unread(graph: fx.Graph) -> None:
+    """Remove nodes whose results nobody reads, as ``eliminate_dead_code`` does, without its check of the graph."""
+    for node in reversed(graph.nodes):
+        if not node.users and not _must_stay(node):
+            graph.erase_node(node)
+
+
+def _must_stay(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    # Eager draws the numbers that nobody reads too.
+    return draws(node) or (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
 
 
 def used_inputs(graph: fx.Graph) -> list[fx.Node]:
@@ -219,10 +217,17 @@ def _written_storages(node: fx.Node, target: torch._ops.OpOverload) -> dict[int,
     found: dict[int, int] = {}
     for argument in target._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            for value in nodes_in(given[argument.name]):
+            for value in _nodes_in(given[argument.name]):
                 tensor = value.meta["val"]
                 found[storage_key(tensor)] = storage_bytes(tensor)
     return found
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
+    """The nodes of an argument, also those inside lists."""
+    if isinstance(value, fx.Node):
+        return [value]
+    return [node for item in value for node in _nodes_in(item)] if isinstance(value, (tuple, list)) else []
 
 
 def _arguments(
@@ -262,10 +267,10 @@ def _lower_arg(value: Any, low: OpLowering, inputs: list[Ref], where: str) -> Ar
 def hold_back(low: OpLowering, output_grads: Mapping[int, Iterable[torch.Tensor]]) -> GraphPass:
     """The pass that makes work of the backward that needs only forward values wait for its turn.
 
-    A runtime that starts whatever is ready would run it in the forward, where its results fill memory; for
+    A runtime that starts every ready vertex would run it in the forward, where its results fill memory. For
     recomputation that undoes checkpointing. A recomputed kernel waits for the gradient of its layer's output
-    (``output_grads``), others for the kernel before them in serial order. Only roots need the edge: what
-    follows them by data waits too.
+    (``output_grads``), others for the kernel before them in serial order. Only roots need the edge: vertices that
+    follow them by data wait too.
     """
     gates = {
         layer: {low.maker[storage_key(grad)][0] for grad in grads if storage_key(grad) in low.maker}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import (
     autograd_would_have_decomposed,
 )
 
-from disco_accel.capture.result_memory import FakeResults, Result
+from disco_accel.capture.result_memory import FakeResults
 from disco_accel.capture.trace_log import NodeInfo, TraceLog, note
 from disco_accel.errors import CaptureError
 
@@ -47,7 +47,8 @@ _NUMBERS = frozenset(
 
 @dataclass(slots=True)
 class _Known:
-    """A tensor that has a node. Weakly, since autograd frees what it saved as it would without a trace.
+    """A tensor that has a node. The reference is weak, so that autograd frees its saved tensors as it would without a
+    trace.
 
     ``layout``: as of ``FakeResults.layout``, or ``_UNREAD``.
     """
@@ -59,29 +60,20 @@ class _Known:
 
 @dataclass(slots=True)
 class _Call:
-    """What the recorder reads of a call's arguments: their tensors, and what a result may depend on in them."""
+    """The arguments of a call as the recorder reads them: their tensors, and all facts that a result may depend on."""
 
     tensors: list[torch.Tensor]
     key: list[Any]
 
 
-@dataclass(frozen=True)
-class Trace:
-    """``graph`` of aten ops on fake tensors, each node with a twin of what it made under ``meta["val"]``.
-
-    ``constants``: name of a ``get_attr`` node → the tensor that an op read although nothing in the graph made it.
-    """
-
-    graph: fx.Graph
-    constants: Mapping[str, torch.Tensor]
-
-
 def record_ops(
     call: Callable[..., Sequence[torch.Tensor | None]], arguments: Sequence[Sequence[torch.Tensor]], log: TraceLog
-) -> Trace:
-    """Run ``call(*arguments)`` on fake tensors and note its ops in ``log.graph``, whose output is what it returns.
+) -> dict[str, torch.Tensor]:
+    """Run ``call(*arguments)`` on fake tensors and note its aten ops in ``log.graph``, which returns its results.
 
-    Each tensor of ``arguments`` has a placeholder, in order. Runs under a ``FakeTensorMode``.
+    Each tensor of ``arguments`` has a placeholder, in order, each node a twin of its result under ``meta["val"]``.
+    Returns the constants: name of a ``get_attr`` node → the tensor that an op read although nothing in the graph made
+    it. Runs under a ``FakeTensorMode``.
 
     Raises:
         CaptureError: an op of higher order, which takes functions.
@@ -92,7 +84,7 @@ def record_ops(
     with _known_to_dynamo(), _without_autocast_cache(), _NoFastPaths(), _below_the_users_modes(recorder):
         returned = call(*arguments)
     recorder.end(returned)
-    return Trace(log.graph, recorder.constants)
+    return recorder.constants
 
 
 class _NoFastPaths(TorchFunctionMode):
@@ -157,15 +149,10 @@ class _Recorder(TorchDispatchMode):
         return made
 
     def _call(self, func: OpOverload, args: Any, kwargs: Any, read: _Call) -> tuple[Any, Any, Any]:
-        """What the call returns, the same again for ``meta["val"]``, and its layouts."""
+        """The result of the call, the same again for ``meta["val"]``, and its layouts."""
         key = None if 0 in read.key else self._results.key(func, read.key)
-        result = None if key is None else self._results.find(key)
-        if isinstance(result, Result):
-            return *self._results.again(result, read.tensors), result.layout
-        if result is not None:
-            pairs = [(None, None) if item is None else self._results.again(item, read.tensors) for item in result]
-            made, twins = zip(*pairs, strict=True)
-            return made, twins, [0 if item is None else item.layout for item in result]
+        if key is not None and (again := self._results.again(key, read.tensors)) is not None:
+            return again
         made = func(*args, **kwargs)
         if key is not None:
             self._results.keep(key, read.tensors, made)
@@ -203,7 +190,7 @@ class _Recorder(TorchDispatchMode):
         return node
 
     def _read(self, value: Any, call: _Call, name: str = "") -> Any:
-        """``value`` with nodes in the place of tensors; what it is made of is added to ``call``."""
+        """``value`` with nodes in the place of tensors; its tensors and facts are added to ``call``."""
         if isinstance(value, torch.Tensor):
             known = self._find(value)
             if known.layout == _UNREAD:
@@ -271,7 +258,8 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @contextmanager
 def _below_the_users_modes(recorder: _Recorder) -> Iterator[None]:
-    """Dispatch modes of the user's own get each op before ``recorder``, which then notes what they make of it."""
+    """Dispatch modes of the user's own get each op before ``recorder``, which then notes the ops that they run
+    instead."""
     theirs = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
     for _ in theirs:
         _pop_mode()

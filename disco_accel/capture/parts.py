@@ -7,8 +7,8 @@ Three kinds of places hold them:
 - an object beside the weight, such as the ``quant_state`` of four-bit weights. Libraries are recognised by the names of
   their classes (``quantised/libraries.py``) and need not be there.
 
-All who look at a model's tensors ask here, so that plans, budgets and the watch for changes see the same parts under
-the same names: ``...q_proj.weight.qdata``, ``...q_proj.weight.absmax``.
+Plans, budgets and the watch for changes all ask here, so that they see the same parts under the same names:
+``...q_proj.weight.qdata``, ``...q_proj.weight.absmax``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from disco_accel.native.backend import backend_of
 from disco_accel.native.host_memory import place
 from disco_accel.quantised.libraries import LIBRARIES, OWN_STATES, PACKED_PARAMETERS, STATE_TABLES, STATES
-from disco_accel.quantised.library import LostScales
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -41,15 +40,6 @@ class PlainTensor:
     tensor: torch.Tensor
     is_buffer: bool = False
     requires_grad: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WeightState:
-    """An object beside a weight, called ``name``: entry ``key`` of ``table``, the attributes of a module."""
-
-    table: dict[str, Any]
-    key: str
-    name: str
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -131,30 +121,31 @@ def rebuilt_state(value: Any, leaf_of: LeafOf) -> Any:
     return made
 
 
-def states_of(module: torch.nn.Module, path: str = "") -> Iterator[WeightState]:
-    """Objects with parts of weights among the attributes of ``module`` itself, which is called ``path``."""
+def states_of(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, str]]:
+    """Objects with parts of weights among the attributes of ``module`` itself, which is called ``path``: the attribute,
+    and a name."""
     table = STATE_TABLES.get(type(module).__name__)
     for key, value in module.__dict__.items():
         if _is_state(value) or (key == table and value):
             name = "weight" if key in OWN_STATES else key
-            yield WeightState(module.__dict__, key, f"{path}.{name}" if path else name)
+            yield key, f"{path}.{name}" if path else name
 
 
 @contextmanager
 def states_replaced(model: torch.nn.Module, leaf_of: LeafOf) -> Iterator[None]:
     """Inside, modules have copies of the objects beside their weights, with other tensors in them."""
-    before = [(state, state.table[state.key]) for m in model.modules() for state in states_of(m)]
+    before = [(vars(m), key, vars(m)[key]) for m in model.modules() for key, _ in states_of(m)]
     try:
-        for state, value in before:
-            state.table[state.key] = rebuilt_state(value, leaf_of)
+        for table, key, value in before:
+            table[key] = rebuilt_state(value, leaf_of)
         yield
     finally:
-        for state, value in before:
-            state.table[state.key] = value
+        for table, key, value in before:
+            table[key] = value
 
 
 def settle_states(model: torch.nn.Module) -> None:
-    """Do what the layers of quantisation libraries do to their weights whenever their forward runs."""
+    """Do the changes that layers of quantisation libraries make to their weights whenever their forward runs."""
     for library in LIBRARIES:
         library.settle(model)
 
@@ -166,13 +157,13 @@ def run_first_forward_changes(model: torch.nn.Module, device: torch.device, *, g
         library.run_first_forward(model, on_host=not backend_of(device).separate_memory, gradients=gradients)
 
 
-def lost_scales(model: torch.nn.Module) -> Iterator[LostScales]:
-    """Packed weights that nothing says the scales of."""
+def lost_scales(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, str, bool]]:
+    """As ``QuantLibrary.lost_scales``, of all libraries."""
     return itertools.chain.from_iterable(library.lost_scales(model) for library in LIBRARIES)
 
 
 def named_parts(model: torch.nn.Module, *, remove_duplicate: bool = True) -> Iterator[PlainTensor]:
-    """All plain tensors of ``model``: those of its parameters, of what lies beside these, and of its buffers.
+    """All plain tensors of ``model``: those of its parameters, of the states beside these, and of its buffers.
 
     A tensor that several places hold comes once; without ``remove_duplicate`` a tied parameter or buffer comes by all
     its names. A tensor beside a weight that is the same view of the same bytes as another part is that part.
@@ -202,8 +193,8 @@ def named_parts(model: torch.nn.Module, *, remove_duplicate: bool = True) -> Ite
 
 def _beside_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules():
-        for state in states_of(module, path):
-            yield from _tensors_in(state.table[state.key], state.name)
+        for key, name in states_of(module, path):
+            yield from _tensors_in(vars(module)[key], name)
 
 
 def beside_weights(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What ops make of fake tensors, remembered from trace to trace: it depends on how the arguments lie, no more.
+"""Results of ops on fake tensors, remembered from trace to trace: they depend on how the arguments lie, no more.
 
 PyTorch's fake tensors have such a memory too. It reads anew all there is to know of each argument, and takes twenty
 times as long to find the answer as to make a tensor from it.
@@ -22,7 +22,7 @@ _FAKE: Any = torch._C._TorchDispatchModeKey.FAKE
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class _Result:
     """A tensor that an op returned, to be made again: a new one, or a view of argument tensor ``view_of``.
 
     ``layout``: as of ``FakeResults.layout``. ``attributes``: those of the Python object, without its mode.
@@ -65,17 +65,17 @@ _MOST = 50_000
 
 
 class _Memory:
-    """``layouts``: what is known of a tensor → a number of its own, also where two threads ask at once. ``results``:
-    what a call depends on → what it returned."""
+    """``layouts``: the known facts of a tensor → a number of its own, also where two threads ask at once. ``results``:
+    the key of a call → its result."""
 
     def __init__(self) -> None:
         self.layouts: dict[tuple[Any, ...], int] = {}
-        self.results: dict[tuple[Any, ...], Result | tuple[Result | None, ...] | None] = {}
+        self.results: dict[tuple[Any, ...], _Result | tuple[_Result | None, ...] | None] = {}
         self.numbers = itertools.count(1)
 
 
 class FakeResults:
-    """Results of the ops of a trace under the fake mode that is on when this is made, by what they depend on."""
+    """Results of the ops of a trace under the fake mode that is on when this is made, by their keys."""
 
     _of_all_traces: ClassVar[_Memory] = _Memory()
 
@@ -102,8 +102,8 @@ class FakeResults:
         return self._memory.layouts.setdefault((*place, *flags), next(self._memory.numbers))
 
     def key(self, func: OpOverload, arguments: list[Any]) -> tuple[Any, ...] | None:
-        """What the result of ``func`` depends on: ``arguments`` has the layout of each tensor, and each number with
-        its type. None: on more than that."""
+        """All that the result of ``func`` depends on: ``arguments`` has the layout of each tensor, and each number with
+        its type. None: it depends on more."""
         mode: Any = torch._C._get_dispatch_mode(_FAKE)
         if mode is not self._mode or not _by_layout(func):
             return None
@@ -111,20 +111,24 @@ class FakeResults:
         inference = torch.is_inference_mode_enabled()
         return func, self._settings, torch.get_default_dtype(), default, inference, *arguments
 
-    def again(self, result: Result, tensors: Sequence[torch.Tensor]) -> tuple[FakeTensor, FakeTensor]:
-        """As ``Result.again``, in this trace."""
-        return result.again(tensors, self._mode)
-
-    def find(self, key: tuple[Any, ...]) -> Result | tuple[Result | None, ...] | None:
-        """What the call with ``key`` returned before; None if it can't be made again."""
-        return self._memory.results.get(key)
+    def again(self, key: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> tuple[Any, Any, Any] | None:
+        """The earlier result of the call with ``key``, made again for ``tensors``; the same for its twins; its layouts.
+        None where it can't be made."""
+        result = self._memory.results.get(key)
+        if isinstance(result, _Result):
+            return *result.again(tensors, self._mode), result.layout
+        if result is None:
+            return None
+        pairs = [(None, None) if item is None else item.again(tensors, self._mode) for item in result]
+        made, twins = zip(*pairs, strict=True)
+        return made, twins, [0 if item is None else item.layout for item in result]
 
     def keep(self, key: tuple[Any, ...], tensors: Sequence[torch.Tensor], returned: Any) -> None:
-        """Remember what the call with ``key`` returned for argument tensors ``tensors``."""
+        """Remember the result of the call with ``key`` for argument tensors ``tensors``."""
         if key not in self._memory.results:
             self._memory.results[key] = self._read(tensors, returned)
 
-    def _read(self, tensors: Sequence[torch.Tensor], returned: Any) -> Result | tuple[Result | None, ...] | None:
+    def _read(self, tensors: Sequence[torch.Tensor], returned: Any) -> _Result | tuple[_Result | None, ...] | None:
         if isinstance(returned, torch.Tensor):
             return self._read_one(tensors, returned)
         if type(returned) is not tuple or not all(item is None or isinstance(item, torch.Tensor) for item in returned):
@@ -135,7 +139,7 @@ class FakeResults:
         complete = sum(result is not None for result in results) == len(made) == len(set(made))
         return tuple(results) if complete else None
 
-    def _read_one(self, tensors: Sequence[torch.Tensor], made: Any) -> Result | None:
+    def _read_one(self, tensors: Sequence[torch.Tensor], made: Any) -> _Result | None:
         layout = self.layout(made)
         if not layout or made.requires_grad or any(made is tensor for tensor in tensors):
             return None
@@ -145,8 +149,8 @@ class FakeResults:
             return None
         place = tuple(made.shape), made.stride(), int(made.storage_offset()), made.dtype, made.fake_device
         attributes = {name: value for name, value in made.__dict__.items() if name != "fake_mode"}
-        result = Result(layout, *place, attributes, shared[0] if shared else None)
-        again, _ = self.again(result, tensors)
+        result = _Result(layout, *place, attributes, shared[0] if shared else None)
+        again, _ = result.again(tensors, self._mode)
         same_keys = torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(made)
         return result if same_keys and self.layout(again) == layout and again.__dict__ == made.__dict__ else None
 

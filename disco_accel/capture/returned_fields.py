@@ -1,4 +1,4 @@
-"""The tensors in what a model's forward returns: its loss, and fields under dotted paths."""
+"""The tensors in the output of a model's forward: its loss, and fields under dotted paths."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NoSuchOutput(CaptureError):
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a model returned. Raises CaptureError where there is none that can be differentiated."""
+    """The loss in a model's output. Raises CaptureError where there is none that can be differentiated."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, (tuple, list)) and output:
         loss = output[0]
@@ -41,7 +41,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def field_at(output: Any, path: str) -> Any:
-    """What ``output`` has under a dotted path of keys, positions and attributes; None if it has nothing there."""
+    """The value in ``output`` under a dotted path of keys, positions and attributes; None if it has nothing there."""
     for name in path.split("."):
         if isinstance(output, Mapping):
             output = next((v for k, v in output.items() if str(k) == name), getattr(output, name, None))
@@ -53,7 +53,7 @@ def field_at(output: Any, path: str) -> Any:
 
 
 def tensor_of(output: Any, name: str) -> torch.Tensor:
-    """Field ``name`` of what a model returned, which may be that tensor alone. Raises NoSuchOutput."""
+    """Field ``name`` of a model's output, which may be that tensor alone. Raises NoSuchOutput."""
     if isinstance(output, torch.Tensor):
         return output
     value = field_at(output, name)

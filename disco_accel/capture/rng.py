@@ -1,7 +1,7 @@
-"""Random ops of a step: which draw live, in eager's order, and which replay what the forward of their segment drew.
+"""Random ops of a step: which draw live, in eager's order, and which replay the draws of their segment's forward.
 
-Eager execution draws from the default generator as its ops run, and non-reentrant checkpointing sets the generator
-back to where the segment began before it recomputes: the k-th random op of a recomputation repeats the k-th of its
+Eager execution draws from the default generator as its ops run. Non-reentrant checkpointing sets the generator back to
+the state where the segment began before it recomputes, so the k-th random op of a recomputation repeats the k-th of its
 forward. Recomputation may stop early, so it may draw less often than the forward, never more.
 """
 
@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from disco_accel.capture.fx_nodes import arguments_of
 from disco_accel.capture.thread_patches import patched
-from disco_accel.capture.trace_log import FORWARD, RECOMPUTE, TraceLog, node_info
+from disco_accel.capture.trace_log import FORWARD, RECOMPUTE, TraceLog, arguments_of, node_info
 from disco_accel.errors import CaptureError
 from disco_accel.graph.passes import GraphPass
 from disco_accel.graph.taskgraph import Ref, RngSite, TaskGraph, Vertex
@@ -72,7 +71,7 @@ _SEEDS = (
 
 
 def random_sites(graph: fx.Graph, log: TraceLog) -> dict[fx.Node, RngSite]:
-    """What each op that draws random numbers does with the generator.
+    """The use of the generator by each op that draws random numbers.
 
     Raises:
         CaptureError: a recomputed draw that is not the forward's, or one of unknown origin.
@@ -143,7 +142,7 @@ def _where(node: fx.Node) -> str:
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:
-    """The call with each tensor replaced by what it looks like."""
+    """The call with each tensor replaced by its dtype, shape and strides."""
     return (node.target, *fx.node.map_arg((node.args, dict(node.kwargs)), _looks))
 
 

@@ -15,23 +15,26 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from disco_accel.capture.attention import refuse_cudnn_attention, without_cudnn_attention
 from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, kept_casts, outside_autocast
-from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource, ValueBinding
-from disco_accel.capture.code_location import code_line
-from disco_accel.capture.constants import bind_constants, no_values_read, tracing_mode
-from disco_accel.capture.data_assignments import no_data_assigned
+from disco_accel.capture.captured_step import (
+    CapturedStep,
+    InputBinding,
+    InputSource,
+    Rewrite,
+    TracedStep,
+    ValueBinding,
+)
+from disco_accel.capture.constants import bind_constants, no_data_assigned, no_values_read, tracing_mode
 from disco_accel.capture.fake_inputs import batch_tensors, model_twins, replace_tensors, twin
 from disco_accel.capture.fake_kernels import fake_kernels, libraries_patched, quiet
 from disco_accel.capture.leaving_gradients import with_leaving_gradients
-from disco_accel.capture.lower import InputFlags, OpLowering, hold_back, lower_ops, mark, used_inputs
-from disco_accel.capture.op_recorder import Trace, record_ops
+from disco_accel.capture.lower import OpLowering, hold_back, lower_ops, mark, remove_unread, used_inputs
+from disco_accel.capture.op_recorder import record_ops
 from disco_accel.capture.parts import named_parts, rebuilt, states_replaced
 from disco_accel.capture.returned_fields import REAL_DTYPES, NoSuchOutput, loss_of, tensor_of
 from disco_accel.capture.rng import chain_draws, random_sites, user_generator
 from disco_accel.capture.storages import storage_key, tensor_spec
 from disco_accel.capture.thread_tables import own_tables
-from disco_accel.capture.trace_log import TraceLog, active_log, logging_trace
-from disco_accel.capture.traced_step import Rewrite, TracedStep
-from disco_accel.capture.unread_nodes import remove_unread
+from disco_accel.capture.trace_log import TraceLog, active_log, code_line, logging_trace
 from disco_accel.capture.waiting_modules import modules_wait
 from disco_accel.errors import CaptureError
 from disco_accel.graph.op_traits import op_traits
@@ -49,13 +52,13 @@ Forward = Callable[..., Mapping[str, torch.Tensor]]
 UNREACHED = "requires_grad: no trainable parameter reaches the"
 """How the refusal of a step begins that has nothing to differentiate."""
 _CPU = torch.device("cpu")
-_FLAGS = {
-    InputSource.FROZEN: InputFlags("frozen", FROZEN),
-    InputSource.BUFFER: InputFlags("buffer", FROZEN),
-    InputSource.CONSTANT: InputFlags("constant", FROZEN),
-    InputSource.BATCH: InputFlags("batch", FOREIGN),
-    InputSource.TANGENT: InputFlags("tangent", LATE_FOREIGN),
-    InputSource.OUTSIDE: InputFlags("outside", FOREIGN),
+_TRAITS = {
+    InputSource.FROZEN: FROZEN,
+    InputSource.BUFFER: FROZEN,
+    InputSource.CONSTANT: FROZEN,
+    InputSource.BATCH: FOREIGN,
+    InputSource.TANGENT: LATE_FOREIGN,
+    InputSource.OUTSIDE: FOREIGN,
 }
 
 
@@ -120,7 +123,7 @@ class _Step(torch.nn.Module):
 
 
 class _Forward(torch.nn.Module):
-    """A forward in the same terms as ``_Step``. ``outputs``: the names of what the last call returned."""
+    """A forward in the same terms as ``_Step``. ``outputs``: the names of the last call's results."""
 
     def __init__(self, model: torch.nn.Module, forward: Forward, autocast: AutocastState) -> None:
         super().__init__()
@@ -151,10 +154,10 @@ def capture_step(
 ) -> CapturedStep:
     """Capture outputs and gradients of one training step of ``model`` on a batch shaped as ``kwargs``.
 
-    ``outputs``: fields of what the model returns, or dotted paths into them such as ``hidden_states.2``. The first
+    ``outputs``: fields of the model's output, or dotted paths into them such as ``hidden_states.2``. The first
     ``differentiated`` are those that the user differentiates: ``loss``, which is alone then, or tensors such as
-    ``logits``; the others can be read alone. What a model returns as a tensor alone stands for the first. ``trained``:
-    the traits of trained weights, RENEWED where an optimizer changes them in host memory. ``rewrite``: after tracing.
+    ``logits``; the others can be read alone. A tensor that a model returns alone stands for the first. ``trained``: the
+    traits of trained weights, RENEWED where an optimizer changes them in host memory. ``rewrite``: after tracing.
 
     Works on fake twins on ``device``, where the step will run, because PyTorch chooses kernels by device; neither
     weights nor batch are read, and a model built on ``meta`` will do. ``forward`` is traced in place of
@@ -176,11 +179,11 @@ def capture_step(
         with _tracing(model, mode, contexts, device) as log:
             tangents = _tangents(lambda: call(*twins.arguments, []), device, log)
     with _tracing(model, mode, contexts, device) as log:
-        trace = _trace(call, (*twins.arguments, tangents), log)
+        traced = _trace(call, (*twins.arguments, tangents), log)
     names = [outputs[0]] * len(tangents) if outputs[0] == "loss" else outputs[:differentiated]
     sources = twins.sources(model) + [(InputSource.TANGENT, name) for name in names]
-    constants = functools.partial(bind_constants, trace, mode, model)
-    captured = _lower(trace, sources, constants, log, name, device, outputs, trained=trained, rewrite=rewrite)
+    constants = functools.partial(bind_constants, log.graph, traced, mode, model)
+    captured = _lower(sources, constants, log, name, device, outputs, trained=trained, rewrite=rewrite)
     captured = replace(captured, bare=step.bare, differentiated=differentiated, kept_casts=step.kept_casts)
     return with_leaving_gradients(captured) if trained.host_has_it else captured
 
@@ -205,7 +208,7 @@ def capture_forward(
     outside: Callable[[str], bool] = lambda _: False,
     rewrite: Rewrite = lambda traced: traced,
 ) -> CapturedStep:
-    """Capture what ``forward`` returns for a batch shaped as ``kwargs``, without gradients: nothing arrives late.
+    """Capture the results of ``forward`` for a batch shaped as ``kwargs``, without gradients: nothing arrives late.
 
     ``forward`` calls ``model``; the rest is as in ``capture_step``. Outputs whose names are ``outside`` take no room
     in the arena once they are made: they are clones that ``forward`` makes, each written to an external INPUT for
@@ -218,14 +221,14 @@ def capture_forward(
     twins = _Twins.of(mode, model, kwargs, device)
     step = _Forward(model, forward, autocast_state())
     with _tracing(model, mode, contexts, device, gradients=False) as log:
-        trace = _trace(twins.caller(step, model, kwargs), (*twins.arguments, []), log)
-    constants = functools.partial(bind_constants, trace, mode, model)
-    return _lower(trace, twins.sources(model), constants, log, name, device, step.outputs, outside, rewrite=rewrite)
+        traced = _trace(twins.caller(step, model, kwargs), (*twins.arguments, []), log)
+    constants = functools.partial(bind_constants, log.graph, traced, mode, model)
+    return _lower(twins.sources(model), constants, log, name, device, step.outputs, outside, rewrite=rewrite)
 
 
 @dataclass(frozen=True)
 class _Twins:
-    """What stands for a model's tensors and for those of a batch while its step is traced."""
+    """The tensors that replace a model's and a batch's while a step is traced."""
 
     parameters: dict[str, torch.Tensor]
     """The twins of parameters and buffers, of quantised ones by part."""
@@ -297,7 +300,7 @@ def _tracing(
     *,
     gradients: bool = True,
 ) -> Iterator[TraceLog]:
-    """What holds while a step is traced."""
+    """All settings and patches of a trace."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())
@@ -320,14 +323,15 @@ def _tracing(
 
 
 def _tangents_of_loss(device: torch.device) -> list[torch.Tensor]:
-    """What may be the gradient of a loss: it has no dimensions, and its dtype is known once the forward is traced."""
+    """Gradients of a loss in each possible dtype: it has no dimensions, and its dtype is known once the forward is
+    traced."""
     return [torch.empty((), dtype=dtype, device=device) for dtype in REAL_DTYPES]
 
 
 def _tangents(
     forward: Callable[[], list[torch.Tensor | None]], device: torch.device, log: TraceLog
 ) -> list[torch.Tensor]:
-    """The gradients of what ``forward`` returns: their shapes take a forward more to find out."""
+    """The gradients of the results of ``forward``: their shapes take a forward more to find out."""
     with torch.no_grad(), _errors_named(log):
         values = [value for value in forward() if value is not None]
     return [torch.empty(value.shape, dtype=value.dtype, device=device) for value in values]
@@ -339,20 +343,20 @@ def _source(name: str, tensor: torch.Tensor, buffers: set[str]) -> tuple[InputSo
     return (InputSource.BUFFER if name in buffers else InputSource.FROZEN), name
 
 
-def _trace(call: Callable[..., Any], arguments: tuple[Any, ...], log: TraceLog) -> Trace:
+def _trace(call: Callable[..., Any], arguments: tuple[Any, ...], log: TraceLog) -> dict[str, torch.Tensor]:
     with _errors_named(log):
-        trace = record_ops(call, arguments, log)
+        constants = record_ops(call, arguments, log)
     for formula, module in log.formulas.items():
         raise CaptureError(
             f"{formula} in module {module or '?'}: autograd rounds the gradient of prod and cumprod otherwise while a "
             "step is captured; write products of trainable values as multiplications"
         )
-    return trace
+    return constants
 
 
 @contextmanager
 def _errors_named(log: TraceLog) -> Iterator[None]:
-    """Whatever goes wrong inside becomes a CaptureError that names the module."""
+    """Any error inside becomes a CaptureError that names the module."""
     try:
         yield
     except CaptureError:
@@ -373,7 +377,6 @@ def _errors_named(log: TraceLog) -> Iterator[None]:
 
 
 def _lower(
-    trace: Trace,
     sources: Sequence[tuple[InputSource, str]],
     bind: Callable[[], Mapping[str, torch.Tensor]],
     log: TraceLog,
@@ -384,32 +387,33 @@ def _lower(
     trained: Traits = FOREIGN,
     rewrite: Rewrite = lambda traced: traced,
 ) -> CapturedStep:
-    refuse_cudnn_attention(trace.graph)
-    drawing = random_sites(trace.graph, log)
-    remove_unread(trace.graph)
+    refuse_cudnn_attention(log.graph)
+    drawing = random_sites(log.graph, log)
+    remove_unread(log.graph)
     constants = bind()
-    traced = rewrite(TracedStep(trace.graph, sources, drawing, log.output_grads))
+    traced = rewrite(TracedStep(log.graph, sources, drawing, log.output_grads))
     graph, sites = traced.graph, traced.sites
-    if graph is not trace.graph:
+    if graph is not log.graph:
         remove_unread(graph)
     source_of = dict(zip(graph.find_nodes(op="placeholder"), sources, strict=True))
     low = OpLowering(device=str(where))
     bindings: list[InputBinding] = []
-    flags = {**_FLAGS, InputSource.TRAINABLE: InputFlags("trainable", trained)}
+    traits = {**_TRAITS, InputSource.TRAINABLE: trained}
     for node in used_inputs(graph):
         source, key = source_of.get(node, (InputSource.CONSTANT, str(node.target)))
         tensor = node.meta["val"]
         if storage_key(tensor) in low.owner:
             continue  # A constant that is read in several places.
-        vertex = low.add_input(tensor, flags[source])
+        vertex = low.add_input(tensor, source.value, traits[source])
         bindings.append(InputBinding(vertex, source, key, tensor_spec(tensor)))
     returned: Any = graph.output_node().args[0]
     grads = returned[len(wanted) :]
     named = list(zip(wanted, returned, strict=False))
     for key, node in named:
         if outside(key):
-            low.outside[node] = vertex = low.add_input(node.meta["val"], _FLAGS[InputSource.OUTSIDE])
-            bindings.append(InputBinding(vertex, InputSource.OUTSIDE, key, tensor_spec(node.meta["val"])))
+            source, tensor = InputSource.OUTSIDE, node.meta["val"]
+            low.outside[node] = vertex = low.add_input(tensor, source.value, traits[source])
+            bindings.append(InputBinding(vertex, source, key, tensor_spec(tensor)))
     lower_ops(graph, low, sites)
     outputs = tuple(_value(low, key, node) for key, node in named if not outside(key))
     for output in outputs:

@@ -1,8 +1,8 @@
-"""What a capture changes outside of itself, each for the capturing thread alone.
+"""Changes that a capture makes outside of itself, each for the capturing thread alone.
 
 Other threads train, evaluate and draw meanwhile, and must notice nothing. A new change goes into this table and into
 tests/integrate/test_other_threads.py. ``patched`` also serves the load of a packed checkpoint, outside of any capture:
-integrate/hf/unmapped_files.py.
+integrate/hf/safetensors_file.py.
 
 | what | where | other threads |
 | --- | --- | --- |
@@ -14,7 +14,7 @@ integrate/hf/unmapped_files.py.
 | global module hooks | capture/trace_log.py | do nothing for modules of other models |
 | twins in the place of parameters and buffers | capture/step.py | read the tensors themselves: thread_tables.py |
 | attributes of modules that the forward sets | the model | its modules wait: waiting_modules.py, capture_lock.py |
-| ``FakeTensor.data`` | capture/data_assignments.py | is assigned as ever |
+| ``FakeTensor.data`` | capture/constants.py | is assigned as ever |
 | methods of tensors, for quantisation libraries | capture/fake_kernels.py | get the original: ``patched`` |
 | objects beside quantised weights | capture/parts.py | its modules wait: waiting_modules.py, capture_lock.py |
 | fake kernel of ``_grouped_mm`` | capture/fake_kernels.py | fall through to torch's own rule |
@@ -43,7 +43,7 @@ def patched(
 ) -> Iterator[None]:
     """``owner.name`` replaced by ``make(original)`` for this thread; ``elsewhere`` is told of another one's calls.
 
-    Where somebody else has replaced it meanwhile, that stays; what they put back later only passes calls on.
+    A replacement that somebody else has made meanwhile stays; if they put ours back later, it only passes calls on.
     """
     original = getattr(owner, name)
     ours, thread = make(original), threading.get_ident()

@@ -18,7 +18,7 @@ import torch
 _NAMES = ("_parameters", "_buffers", "_modules")
 
 
-class ThreadTable(dict[str, Any]):
+class _ThreadTable(dict[str, Any]):
     """Stands for ``table``: the thread that makes it has a copy, all others read and write ``table`` itself through it.
 
     It is a ``dict`` because ``torch.nn.Module`` asks for one. Code in C that reads it past its methods gets the entries
@@ -36,7 +36,7 @@ class ThreadTable(dict[str, Any]):
         """The entries as the thread that asks sees them."""
         return self._own if threading.get_ident() == self._thread else self._table
 
-    def __ior__(self, other: Any) -> ThreadTable:  # type: ignore[override, misc]
+    def __ior__(self, other: Any) -> _ThreadTable:  # type: ignore[override, misc]
         self.view.update(other)
         return self
 
@@ -52,7 +52,7 @@ class ThreadTable(dict[str, Any]):
 
 
 def _of_view(name: str) -> Callable[..., Any]:
-    def method(self: ThreadTable, *args: Any, **kwargs: Any) -> Any:
+    def method(self: _ThreadTable, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.view, name)(*args, **kwargs)
 
     return method
@@ -62,20 +62,20 @@ _READING = ("get", "keys", "values", "items", "copy", "__getitem__", "__contains
 _COMPARING = ("__len__", "__eq__", "__ne__", "__or__", "__ror__", "__repr__")
 _WRITING = ("pop", "popitem", "clear", "update", "setdefault", "__setitem__", "__delitem__")
 for _name in (*_READING, *_COMPARING, *_WRITING):
-    setattr(ThreadTable, _name, _of_view(_name))
+    setattr(_ThreadTable, _name, _of_view(_name))
 
 
 @contextmanager
 def own_tables(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, what this thread changes in the tables of the modules of ``model`` no other thread sees; afterwards it is
-    undone, while changes by others stay.
+    """Inside, this thread alone sees its changes of the tables of the modules of ``model``. Afterwards they are undone,
+    while changes by others stay.
 
-    Forwards that take a parameter out and put it back (parametrisation; PEFT's adapters of attention and of bare
-    parameters) put back what they found, which is a twin here, and that as a buffer or as an attribute.
+    Some forwards take a parameter out and put it back: parametrisation, PEFT's adapters of attention and of bare
+    parameters. Here they put a twin back, as a buffer or as an attribute.
     """
     tables = [(vars(module), name, vars(module)[name]) for module in list(model.modules()) for name in _NAMES]
     for attributes, name, table in tables:
-        attributes[name] = ThreadTable(table)
+        attributes[name] = _ThreadTable(table)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What tracing alone cannot see: which phase and layer, and which module, each traced op belongs to.
+"""Facts that tracing alone cannot see: which phase and layer, and which module, each traced op belongs to.
 
 A ``TraceLog`` is active while a step is traced. Every op of the trace gets a ``NodeInfo`` on its node, from
 ``op_recorder.py``. Phases and layers belong to segments under activation checkpointing: ``checkpointing.py`` sets them.
@@ -6,10 +6,13 @@ A ``TraceLog`` is active while a step is traced. Every op of the trace gets a ``
 
 from __future__ import annotations
 
+import linecache
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +25,10 @@ from disco_accel.errors import CaptureError
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 _INFO_KEY = "disco_accel"
-
-
+_PACKAGE = str(Path(__file__).parent.parent)
+_TORCH = str(Path(torch.__file__).parent)
+# transformers' own checks, which say nothing of the model that makes them.
+_HELPERS = ("import_utils.py", "generic.py")
 # Autograd rounds these gradients otherwise for a tensor without values than for one with.
 _OTHER_FORMULA = frozenset(("ProdBackward0", "ProdBackward1", "CumprodBackward0"))
 
@@ -77,7 +82,7 @@ class TraceLog:
         return self.modules[-1] if self.modules else ""
 
     def info(self) -> NodeInfo:
-        """What to note on the node of an op that runs now."""
+        """The note for the node of an op that runs now."""
         return NodeInfo(self.phase, self.layer, self._issuer(), self.in_backward)
 
     @property
@@ -116,9 +121,16 @@ def note(node: fx.Node, info: NodeInfo) -> None:
 
 
 def node_info(node: fx.Node) -> NodeInfo:
-    """What was noted on ``node`` when it was traced."""
+    """The note on ``node``."""
     info: NodeInfo = node.meta.get(_INFO_KEY, NodeInfo())
     return info
+
+
+def arguments_of(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
+    """Argument name → value as traced, in schema order of ``target``, defaults filled in."""
+    names = [argument.name for argument in target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in target._schema.arguments}
 
 
 @contextmanager
@@ -147,8 +159,18 @@ def _enter_module(module: torch.nn.Module, _args: Any) -> None:
         log.modules.append(log.module_names.get(id(module), log.module))
 
 
+def code_line(error: BaseException) -> str:
+    """``" (modeling_x.py:210, `if n != m:`)"``, the innermost line outside torch and this package; '' without one."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if file.startswith((_PACKAGE, _TORCH, "<")) or Path(file).name in _HELPERS:
+            continue
+        return f" ({Path(file).name}:{line}, `{linecache.getline(file, line).strip()}`)"
+    return ""
+
+
 def unmarked(module: str) -> str:
-    """What to say of a module under a checkpointing that is not torch's."""
+    """The message about a module under a checkpointing that is not torch's."""
     return (
         f"the checkpoint function of {module or 'the model'} does not call torch.utils.checkpoint.checkpoint: what "
         "it recomputes cannot be captured; use torch's, as model.gradient_checkpointing_enable() does"

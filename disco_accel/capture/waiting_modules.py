@@ -1,6 +1,6 @@
 """Other threads' forwards of single modules wait while the model that these are part of is captured.
 
-What the traced forward leaves in the attributes of modules has no values, and stays there until the capture is over.
+Tensors that the traced forward leaves in the attributes of modules have no values, and stay until the capture is over.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _captures: list[_Capture] = []
 def modules_wait(model: torch.nn.Module, mode: FakeTensorMode | None = None) -> Iterator[None]:
     """Forwards of the modules of ``model`` that other threads begin during a trace wait until this is over.
 
-    A step may be traced several times: what waits since the first trace must not go on in the second. Between traces
-    there is no hook to wait in, since hooks are part of what a plan is made for. ``mode``: of the trace inside.
+    A step may be traced several times: forwards that wait since the first trace must not go on in the second. Between
+    traces there is no hook to wait in, since a plan is made for a model with its hooks. ``mode``: of the trace inside.
     """
     capture = _Capture(model, mode)
     _captures.append(capture)

@@ -83,7 +83,7 @@ def _compile(options: argparse.Namespace) -> int:
 
 def _with_culprit(error: BudgetTooSmall, graph: TaskGraph, memory: int | None) -> BudgetTooSmall:
     """Return ``error``, naming the vertex if a single one is too large for its device, that has ``memory`` bytes (None:
-    what the graph says)."""
+    as the graph says)."""
     from disco_accel.graph.check import called, largest_need
     from disco_accel.graph.strict_json import plain
 
@@ -136,7 +136,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     if not options.selftest:
         return doctor()
-    from disco_accel.selfcheck.command import selftest
+    from disco_accel.selfcheck.first_use import selftest
 
     return doctor({"selftest": selftest(options.device)})
 

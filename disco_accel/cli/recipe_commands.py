@@ -93,7 +93,7 @@ def plan_seconds_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def deadline(options: argparse.Namespace, default: float | None = None) -> float | None:
-    """What ``--plan-seconds`` says; None for auto. Raises ConfigError."""
+    """``--plan-seconds`` as a number; None for auto. Raises ConfigError."""
     from disco_accel.config.keys import seconds_or_auto
 
     if options.plan_seconds is None:
@@ -153,7 +153,8 @@ def capture(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Say whether a recipe's training step fits its budget, what stays on the device, and how long it takes."""
+    """Say whether a recipe's training step fits its budget, how many weights stay on the device, and how long it
+    takes."""
     if options.parallel != "all":
         _plan(options, None)
         return 0
@@ -182,7 +183,7 @@ PARALLEL = ("layers", "batch", "tensor")
 
 
 def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
-    """Plan the recipe's step, ``parallel`` in place of what options and recipe say, and print what comes of it."""
+    """Plan the recipe's step, with ``parallel`` in place of the options' and the recipe's, and print the figures."""
     from dataclasses import replace
 
     import torch
@@ -242,8 +243,8 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
 
 
 def _figures(outlined: Any, made: StepWithPlan, config: DiscoConfig) -> dict[str, Any]:
-    """What is printed of a plan beside its forecast. Raises ConfigError where the host memory of ``config`` is less
-    than the plan takes."""
+    """The figures of a plan beside its forecast. Raises ConfigError where the host memory of ``config`` is less than
+    the plan takes."""
     from disco_accel.step.compile.compiled_step import shared_weights
     from disco_accel.step.compile.memory_parts import host_memory_parts, require_host_memory
     from disco_accel.step.optimizer_home import TrainedBytes, keeps_masters
@@ -267,12 +268,12 @@ def _figures(outlined: Any, made: StepWithPlan, config: DiscoConfig) -> dict[str
 
 
 def _chunks(text: str) -> int | str:
-    """A number; the config says what is wrong with anything else."""
+    """A number; the config refuses anything else."""
     return int(text) if text.isdecimal() else text
 
 
 def _parallel(config: DiscoConfig) -> str:
-    """What ``auto`` means, or what is asked."""
+    """The way that is asked for, or that ``auto`` means."""
     return "layers" if config.parallel == "auto" else config.parallel
 
 
@@ -323,7 +324,7 @@ def _machine(device: str, config: DiscoConfig) -> Any:
     backend = backend_of_kind(device)
     if backend.separate_memory or config.link_bandwidth is None:
         return backend.speed.machine
-    link = Link(float(config.link_bandwidth), config.link_latency)
+    link = Link(float(config.link_bandwidth), 0.0)
     return Machine(links=dict.fromkeys((TO_DEVICE, TO_HOST, BETWEEN_DEVICES), link))
 
 
@@ -338,7 +339,7 @@ def _memory(options: argparse.Namespace, config: DiscoConfig) -> int:
     if isinstance(config.memory_budget, int):
         return config.memory_budget
     try:
-        return replace(config, device=options.device, link_bandwidth=None, link_latency=0.0).resolve().memory_budget
+        return replace(config, device=options.device, link_bandwidth=None).resolve().memory_budget
     except ConfigError as error:
         raise ConfigError(
             f"memory_budget: {config.memory_budget} of a device that is not here; give --memory"

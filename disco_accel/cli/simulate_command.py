@@ -1,4 +1,4 @@
-"""The command ``simulate``: a plan in simulated time, beside what no plan of its graph can beat."""
+"""The command ``simulate``: a plan in simulated time, beside the lower bound of its graph."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a user can set: ``disco_config`` and its keys, and the keys of DeepSpeed's that plans replace."""
+"""The settings of a user: ``disco_config`` and its keys, and the keys of DeepSpeed's that plans replace."""

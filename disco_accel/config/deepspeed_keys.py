@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from disco_accel.errors import ConfigError, GraphFileError
 from disco_accel.graph.strict_json import parse_json, plain, shown
 
 REPLACED = "disco_accel is what replaces it: weights stay in host memory and every load of them is planned"
-"""What to say of ZeRO stage 3 and its parameter offload."""
+"""The message about ZeRO stage 3 and its parameter offload."""
 
 _LARGEST_FILE = 1 << 20
 _ZERO = "zero_optimization"
@@ -65,16 +64,6 @@ _ONE_ONLY = {
 }
 
 
-@dataclass(frozen=True)
-class Migration:
-    """``engine``: the config that is left for DeepSpeed, at stage 2 at most, nothing offloaded. ``planned``: a line for
-    each key that a plan stands in for. ``section``: the ``disco_config`` keys that the file had."""
-
-    engine: dict[str, Any]
-    planned: tuple[str, ...]
-    section: Mapping[str, Any]
-
-
 def read_ds_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a DeepSpeed config file.
 
@@ -94,12 +83,17 @@ def read_ds_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return content
 
 
-def migrate(content: Mapping[str, Any], where: str = "DeepSpeed config") -> Migration:
-    """Divide a DeepSpeed config between DeepSpeed and the plans. ``content`` stays as it is.
+def migrate(
+    content: Mapping[str, Any], where: str = "DeepSpeed config"
+) -> tuple[dict[str, Any], tuple[str, ...], Mapping[str, Any]]:
+    """Divide a DeepSpeed config, which stays as it is, between DeepSpeed and the plans.
+
+    Returns the config that is left for DeepSpeed, at stage 2 at most, nothing offloaded; a line for each key that plans
+    replace; and the ``disco_config`` keys that the file had.
 
     Raises:
-        ConfigError: a key asks for what a plan cannot give, or has a value of the wrong kind; ``where`` leads the
-            message.
+        ConfigError: a key asks for a thing that a plan cannot give, or has a value of the wrong kind; ``where`` leads
+            the message.
     """
     engine = copy.deepcopy(dict(content))
     try:
@@ -109,7 +103,7 @@ def migrate(content: Mapping[str, Any], where: str = "DeepSpeed config") -> Migr
         planned = _without_offloading(engine)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-    return Migration(engine, tuple(planned), section)
+    return engine, tuple(planned), section
 
 
 def _refuse(engine: dict[str, Any]) -> None:

@@ -1,11 +1,12 @@
-"""The keys of ``disco_config`` and how each value is parsed: wrong ones raise ValueError saying what would work."""
+"""The keys of ``disco_config`` and a parser for each, which answers a wrong value with ValueError and one that
+works."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ MOST_CHUNKS = 64
 """Of one kernel: each is a launch of its own, and a copy of a slice where the next kernel is cut otherwise."""
 
 Parser = Callable[[Any], Any]
-"""Turns a value as a user writes it into the stored one; raises ValueError with what would work."""
+"""Turns a value as a user writes it into the stored one; raises ValueError with a value that works."""
 
 
 def _one_of(*names: str) -> Parser:
@@ -101,8 +102,11 @@ def _count(minimum: int, optional: bool = False) -> Parser:
     return parse
 
 
-def _seconds(value: Any) -> float:
-    works = "use seconds as a number of at least 0, such as 0.00002"
+def seconds_or_auto(value: Any) -> str | float:
+    """``auto``, or seconds as a number."""
+    works = "use auto, or seconds as a number of at least 0, such as 10"
+    if value == "auto":
+        return "auto"
     try:
         # YAML 1.1 reads 1e-5 as text.
         seconds = math.nan if isinstance(value, bool) else float(value)
@@ -111,17 +115,6 @@ def _seconds(value: Any) -> float:
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError(works)
     return seconds
-
-
-def seconds_or_auto(value: Any) -> str | float:
-    """``auto``, or seconds as a number."""
-    works = "use auto, or seconds as a number of at least 0, such as 10"
-    if value == "auto":
-        return "auto"
-    try:
-        return _seconds(value)
-    except ValueError as error:
-        raise ValueError(works) from error
 
 
 def _devices(value: Any) -> str | int | tuple[int, ...]:
@@ -179,7 +172,7 @@ def _flag(value: Any) -> bool:
 
 
 def contradiction(optimizer: str, update: str) -> str:
-    """What is wrong with the two keys together; "" if nothing is."""
+    """The contradiction between the two keys, in words; "" if there is none."""
     if optimizer != "planned" or update != "step":
         return ""
     return (
@@ -220,9 +213,7 @@ PARSERS: dict[str, Parser] = {
     "micro_batches": _count(1),
     "chunks": _chunks,
     "link_bandwidth": _bandwidth,
-    "link_latency": _seconds,
     "compute_threads": _count(1, optional=True),
-    "dispatch": _one_of("priority", "random", "fixed", "synchronous"),
     "self_check": _auto_or_off,
     "verify_steps": _count(0),
     "report_dir": _folder,
@@ -230,3 +221,8 @@ PARSERS: dict[str, Parser] = {
     "enabled": _flag,
 }
 """In the order in which they are documented."""
+
+FORMER_KEYS: Mapping[str, str] = dict.fromkeys(
+    ("dispatch", "link_latency"), "leave it out: only tests and benchmarks set it, as an option of the engine in code"
+)
+"""Keys of earlier versions, with the place where each went."""

@@ -1,4 +1,4 @@
-"""What a machine calls the devices that a process sees a part of, in another order, and the run that it is one of."""
+"""The machine's own numbers of the devices that a process sees, some of them in another order; a number of its run."""
 
 from __future__ import annotations
 

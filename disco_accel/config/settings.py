@@ -1,9 +1,9 @@
-"""DiscoConfig: what a user can set, where it comes from, and what is wrong with it.
+"""DiscoConfig: all that a user can set, from files, the environment, or code.
 
-The only reader of YAML files in this package, and of the environment variables that config comes from; what else reads
-or sets one is named in ``tests/test_imports.py``, and why. No torch is imported until
-``DiscoConfig.resolve`` asks what the machine has, and no YAML parser until a file is read, because this module is
-loaded whenever torch is (see ``integrate/launch/import_hook.py``).
+The only reader of YAML files in this package, and of the environment variables that config comes from;
+``tests/test_imports.py`` names other readers of variables. No torch is imported until ``DiscoConfig.resolve`` looks at
+the machine, and no YAML parser until a file is read, because this module is loaded whenever torch is (see
+``integrate/launch/import_hook.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from disco_accel.config.device_choice import count_of, gpus_of, resolve_device, smallest_gpu_bytes
-from disco_accel.config.keys import PARSERS, contradiction, unused_policy
+from disco_accel.config.keys import FORMER_KEYS, PARSERS, contradiction, unused_policy
 from disco_accel.errors import ConfigError
 from disco_accel.host_limits import host_limits, own_bytes
 from disco_accel.native.device_types import DEVICE_TYPES
@@ -41,9 +41,9 @@ _LOCAL_PROCESSES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MPI_LOCALNRANKS", "OMPI_C
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a config comes to on this machine: ``device`` is cpu or cuda, sizes in bytes, bandwidth in bytes/s.
-    ``devices``: how many share a step, each with ``memory_budget``. ``gpus``: their indices on cuda, first that of the
-    script's tensors; none for the current one alone."""
+    """A config on this machine: ``device`` is cpu or cuda, sizes in bytes, bandwidth in bytes/s. ``devices``: how many
+    share a step, each with ``memory_budget``. ``gpus``: their indices on cuda, first that of the script's tensors; none
+    for the current one alone."""
 
     device: str
     devices: int
@@ -51,7 +51,6 @@ class Settings:
     memory_budget: int
     host_memory: int
     link_bandwidth: float | None
-    link_latency: float
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,12 @@ class DiscoConfig:
     """The keys of the ``disco_config`` section. Values are checked and normalised when an instance is made.
 
     Sizes are bytes (int) once parsed; ``memory_budget`` and ``host_memory`` may stay ``"auto"`` or ``"80%"`` until
-    ``resolve``; one that is ``"shared"`` is a store's, at most what ``auto`` would be. ``plan_seconds``: the
-    time that a search for a plan may take; ``auto``: an amount of work that depends on the graph alone.
-    ``link_bandwidth`` (bytes/s) and ``link_latency`` (seconds) apply to the host device only.
+    ``resolve``; one that is ``"shared"`` is a store's, at most as large as ``auto``. ``plan_seconds``: the time that a
+    search for a plan may take; ``auto``: an amount of work that depends on the graph alone. ``link_bandwidth``
+    (bytes/s) applies to the host device only.
 
     Raises:
-        ConfigError: a value has the wrong type or is out of range; the message names the key and what works.
+        ConfigError: a value has the wrong type or is out of range; the message names the key and one that works.
     """
 
     memory_budget: int | str = "auto"
@@ -87,9 +86,7 @@ class DiscoConfig:
     micro_batches: int = 1
     chunks: int | Literal["auto"] = 1
     link_bandwidth: float | str | None = None
-    link_latency: float = 0.0
     compute_threads: int | None = None
-    dispatch: str = "priority"
     self_check: str = "auto"
     verify_steps: int = 0
     report_dir: str | None = None
@@ -117,7 +114,7 @@ class DiscoConfig:
             raise ConfigError(f"{where}: expected keys and values, got {section!r}")
         for key in section:
             if key not in PARSERS:
-                raise ConfigError(f"{where}: unknown key {str(key)!r}{_nearest(str(key), PARSERS)}")
+                raise ConfigError(f"{where}: unknown key {str(key)!r}{_hint(str(key))}")
         try:
             return cls(**section)
         except ConfigError as error:
@@ -137,22 +134,22 @@ class DiscoConfig:
 
     @classmethod
     def from_deepspeed(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> DiscoConfig:
-        """The config that stands in for the offloading of a DeepSpeed config (path of its JSON file, or its content).
+        """The config that replaces the offloading of a DeepSpeed config (path of its JSON file, or its content).
 
-        A ``disco_config`` object in it is ours and may set any key. What is planned instead of being done by DeepSpeed
-        is logged, a line for each.
+        A ``disco_config`` object in it is ours and may set any key. Each key of DeepSpeed's that plans replace is
+        logged in a line.
 
         Raises:
-            ConfigError: the file is malformed, or a key of it asks for what cannot be planned (ZenFlow, SuperOffload,
-                DeepCompile, weights on NVMe, ...).
+            ConfigError: the file is malformed, or a key of it asks for a thing that cannot be planned (ZenFlow,
+                SuperOffload, DeepCompile, weights on NVMe, ...).
         """
         from disco_accel.config.deepspeed_keys import migrate, read_ds_config
 
         where = "DeepSpeed config" if isinstance(source, Mapping) else str(source)
-        migration = migrate(source if isinstance(source, Mapping) else read_ds_config(source), where)
-        for line in migration.planned:
+        _, planned, section = migrate(source if isinstance(source, Mapping) else read_ds_config(source), where)
+        for line in planned:
             logger.warning("%s", line)
-        return cls.from_dict(migration.section, f"{where}: {SECTION}")
+        return cls.from_dict(section, f"{where}: {SECTION}")
 
     @classmethod
     def from_env(cls, base: DiscoConfig | None = None, environ: Mapping[str, str] | None = None) -> DiscoConfig:
@@ -176,7 +173,8 @@ class DiscoConfig:
                 except ConfigError as error:
                     raise ConfigError(f"environment variable {name}: {error}") from error
             elif name.startswith(_PREFIX) and name not in _OTHER_VARIABLES:
-                hint = _nearest(name, [*known, *_OTHER_VARIABLES], cutoff=0.85)
+                key = name.removeprefix(_PREFIX).lower()
+                hint = _hint(key) if key in FORMER_KEYS else _nearest(name, [*known, *_OTHER_VARIABLES], cutoff=0.85)
                 if hint:
                     raise ConfigError(f"environment variable {name} is unknown{hint}")
         return dataclasses.replace(base or cls(), **changes)
@@ -202,8 +200,8 @@ class DiscoConfig:
         """The values that depend on the machine.
 
         ``memory_budget: auto`` is half of the RAM on the host device (the weights share it) and nine tenths of a CUDA
-        device; ``host_memory: auto`` is what others leave of the RAM. Each process has a budget of its own: ``auto``
-        and shares of the RAM are divided by the processes on this machine.
+        device; ``host_memory: auto`` is the RAM that others leave. Each process has a budget of its own: ``auto`` and
+        shares of the RAM are divided by the processes on this machine.
 
         Raises:
             ConfigError: a device is not there, or a size is larger than the machine, its other processes counted.
@@ -214,10 +212,8 @@ class DiscoConfig:
         bandwidth = self.link_bandwidth
         assert not isinstance(bandwidth, str)
         kind = DEVICE_TYPES[device]
-        if kind.separate_memory and (bandwidth is not None or self.link_latency):
-            raise ConfigError(
-                f"link_bandwidth and link_latency throttle the host device only; leave them out on {device}"
-            )
+        if kind.separate_memory and bandwidth is not None:
+            raise ConfigError(f"link_bandwidth throttles the host device only; leave it out on {device}")
         gpus = gpus_of(device, self.devices, local_processes()) if kind.separate_memory else ()
         devices = len(gpus) or count_of(self.devices)
         budget = smallest_gpu_bytes(device, gpus) if kind.separate_memory else host_memory_bytes() // devices
@@ -228,7 +224,6 @@ class DiscoConfig:
             memory_budget=_resolve_size("memory_budget", self.memory_budget, budget, device, kind.auto_share),
             host_memory=self._host_bytes(),
             link_bandwidth=bandwidth,
-            link_latency=self.link_latency,
         )
 
     def _host_bytes(self) -> int:
@@ -260,7 +255,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def split_yaml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], DiscoConfig | None]:
-    """What is not ours in a YAML file, and our section of it (None if it has none).
+    """The keys of a YAML file that are not ours, and our section of it (None if it has none).
 
     A file without a ``disco_config`` key whose keys are ours is taken as the section itself.
 
@@ -292,7 +287,7 @@ def host_memory_bytes() -> int:
 
 
 def spare_host_memory(processes: int = 1) -> int:
-    """Of ``host_memory_bytes``, what nobody else uses now: the part of one of so many ``processes``."""
+    """The part of one of so many ``processes`` in the bytes of ``host_memory_bytes`` that nobody else uses now."""
     held = own_bytes()
     return min(limit.share(processes, held) for limit in host_limits())
 
@@ -314,7 +309,7 @@ def ds_config_file() -> str | None:
 
 
 def set_ds_config_file(path: str | os.PathLike[str]) -> None:
-    """Make this process and its children plan what the DeepSpeed config in ``path`` would offload."""
+    """Make this process and its children plan the tensors that the DeepSpeed config in ``path`` would offload."""
     os.environ[DS_CONFIG_VARIABLE] = str(Path(path).resolve())
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
 
@@ -345,7 +340,7 @@ def _ancestors() -> list[str]:
 
 
 def launch_config() -> DiscoConfig:
-    """The launcher's config file, else what its DeepSpeed config comes to, with environment overrides.
+    """The config of the launcher's file, else of its DeepSpeed config, with environment overrides.
 
     Raises:
         ConfigError: as ``from_yaml``, ``from_deepspeed`` and ``from_env``; or no launcher set a file.
@@ -357,7 +352,7 @@ def launch_config() -> DiscoConfig:
         from disco_accel.config.deepspeed_keys import migrate, read_ds_config
 
         # The launcher has said what is planned instead.
-        section = migrate(read_ds_config(ds_path), ds_path).section
+        _, _, section = migrate(read_ds_config(ds_path), ds_path)
         return DiscoConfig.from_env(DiscoConfig.from_dict(section, f"{ds_path}: {SECTION}"))
     raise ConfigError(f"environment variable {CONFIG_FILE_VARIABLE} names no config file")
 
@@ -389,6 +384,11 @@ def autoload_wanted() -> bool:
     return os.environ.get(AUTOLOAD_VARIABLE, "1") != "0"
 
 
+def _hint(key: str) -> str:
+    """A hint about an unknown ``key``, if there is one."""
+    return f"; {FORMER_KEYS[key]}" if key in FORMER_KEYS else _nearest(key, PARSERS)
+
+
 def _nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     import difflib
 
@@ -399,10 +399,10 @@ def _nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 def _parse_yaml(text: str, where: str) -> Any:
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class _Loader(yaml.SafeLoader):
         """Safe, and refuses a key that appears twice, of which YAML would keep the last without a word."""
 
-    def mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    def mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if key.value in seen and isinstance(key, yaml.ScalarNode):
@@ -413,7 +413,7 @@ def _parse_yaml(text: str, where: str) -> Any:
         return loader.construct_mapping(node, deep=True)
 
     def expanded(node: yaml.Node | None, sizes: dict[int, int]) -> int:
-        """Nodes below and with ``node``, each alias counted as what it stands for."""
+        """Nodes below and with ``node``, each alias counted as its nodes."""
         if not isinstance(node, yaml.CollectionNode):
             return 1
         if id(node) not in sizes:
@@ -422,9 +422,9 @@ def _parse_yaml(text: str, where: str) -> Any:
             sizes[id(node)] = 1 + sum(expanded(part, sizes) for part in parts)
         return sizes[id(node)]
 
-    Loader.add_constructor("tag:yaml.org,2002:map", mapping)
+    _Loader.add_constructor("tag:yaml.org,2002:map", mapping)
     try:
-        loader = Loader(text)
+        loader = _Loader(text)
         try:
             root = loader.get_single_node()
             if expanded(root, {}) >= _MOST_NODES:

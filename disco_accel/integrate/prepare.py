@@ -229,7 +229,7 @@ def _attach(state: Session, model: torch.nn.Module) -> None:
 
 
 def _follow_optimizers(state: Session, model: torch.nn.Module) -> None:
-    """What ``master_weights`` and ``update`` ask of optimizers is done from now on."""
+    """Do from now on to optimizers as ``master_weights`` and ``update`` ask."""
     ready = None
     config = state.setup.config
     if keeps_masters(config):
@@ -272,8 +272,8 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def settle(model: torch.nn.Module) -> None:
-    """Do the update of the weights that ``update: deferred`` has put off, so that ``parameters()`` shows the true ones.
-    Does nothing where none is pending, or for a model that is not prepared.
+    """Do a pending update of the weights, which ``update: deferred`` leaves to the next step, so that ``parameters()``
+    shows the true ones. Does nothing where none is pending, or for a model that is not prepared.
 
     Raises:
         ExecutionError: weights or gradients were written to since ``optimizer.step()``.

@@ -1,4 +1,4 @@
-"""``disco-accel doctor``: what this machine has, how fast its link is, and what keeps the engine from running."""
+"""``disco-accel doctor``: the devices and versions of this machine, the rate of its link, obstacles for the engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def main(more: Mapping[str, Mapping[str, Any]] | None = None) -> int:
 
 
 def report() -> dict[str, Any]:
-    """Versions, device, measured link, extension and entry points; ``problems`` lists, in words, what stops training.
+    """Versions, device, measured link, extension and entry points; ``problems`` lists, in words, obstacles for
+    training.
 
     Bandwidths are bytes/s, latencies and times seconds, memory bytes. Builds the extension if it is not built yet.
     """
@@ -80,8 +81,8 @@ def _version(name: str) -> str | None:
 
 
 def _host_memory() -> dict[str, Any]:
-    """Each limit with its bytes, and what bears on the speed of copies: the limit of locked memory (a process's own,
-    which some drivers go by; None: there is none), huge pages, and the NUMA node that the first GPU is attached to."""
+    """Each limit with its bytes, and three facts that bear on the speed of copies. They are the limit of locked memory
+    (a process's own, which some drivers go by; None: there is none), huge pages, and the NUMA node of the first GPU."""
     gpu = first_accelerator(0)
     limits = host_limits()
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

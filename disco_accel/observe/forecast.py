@@ -1,4 +1,4 @@
-"""What a plan promises before anything has run: sizes, seconds in simulation, distance from the bound, a picture."""
+"""The forecast of a plan before anything has run: sizes, seconds in simulation, distance from the bound, a picture."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from disco_accel.sizes import format_size
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedEvent:
+class _SimulatedEvent:
     """One vertex of a simulated step; seconds from its start."""
 
     vertex: int
@@ -39,23 +39,23 @@ class SimulatedEvent:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class _Forecast:
     """``figures`` are ready for JSON: bytes and seconds. ``resident`` and ``streamed``: by name, tensors that the host
     has and no kernel changes."""
 
     graph: TaskGraph
     plan: MemGraph
     figures: Mapping[str, Any]
-    events: tuple[SimulatedEvent, ...]
+    events: tuple[_SimulatedEvent, ...]
     resident: tuple[str, ...]
     streamed: tuple[str, ...]
 
 
-def _event(vertex: Vertex, lanes: LaneMap, start: float) -> SimulatedEvent:
+def _event(vertex: Vertex, lanes: LaneMap, start: float) -> _SimulatedEvent:
     copies = vertex.kind is VertexKind.COPY
     lane = lanes.route_name(vertex.source, vertex.space) if copies else "compute0"
     end = start + lanes.seconds(vertex)
-    return SimulatedEvent(vertex.id, lane, start, start, end, vertex.sizes[0] if copies else 0)
+    return _SimulatedEvent(vertex.id, lane, start, start, end, vertex.sizes[0] if copies else 0)
 
 
 def forecast(
@@ -66,12 +66,12 @@ def forecast(
     names: Mapping[int, str],
     estimated_for: str,
     copies: Collection[int] = (),
-) -> Forecast:
+) -> _Forecast:
     """Simulate one step of ``plan``, a plan of ``graph``.
 
-    ``budget``: the parts of the whole in bytes, with ``total`` and ``arena``; ``names``: INPUT vertex → tensor;
-    ``estimated_for``: the device that kernels' durations and the link are those of, in words; ``copies``: inputs that
-    have the bytes of another one, for another device.
+    ``budget``: the parts of the whole in bytes, with ``total`` and ``arena``. ``names``: INPUT vertex → tensor.
+    ``estimated_for``: the device of the kernels' durations and the link, in words. ``copies``: inputs that have the
+    bytes of another one, for another device.
     """
     run = simulate(plan, machine)
     lanes = machine.lanes(plan.spaces)
@@ -106,11 +106,11 @@ def forecast(
     def named(stay: bool) -> tuple[str, ...]:
         return tuple(names.get(v.id, f"constant {v.id}") for v in clean if (v.id in stays) == stay)
 
-    return Forecast(graph, plan, figures, events, named(True), named(False))
+    return _Forecast(graph, plan, figures, events, named(True), named(False))
 
 
 def forecast_text(figures: Mapping[str, Any]) -> str:
-    """For people: what stays, what is streamed, and how long a step takes."""
+    """For people: bytes that stay, bytes that are streamed, and seconds of a step."""
     sizes = {
         "frozen weights": "frozen_bytes",
         "of which stay on the device": "resident_bytes",
@@ -135,7 +135,7 @@ def forecast_text(figures: Mapping[str, Any]) -> str:
 
 
 def passes_text(passes: Sequence[AppliedPass]) -> str:
-    """For people: a row for each pass, the graph behind it, and what it changed."""
+    """For people: a row for each pass, with the graph behind it and its changes."""
     rows = [
         [
             f"{each.name}: {each.effect}",
@@ -149,7 +149,7 @@ def passes_text(passes: Sequence[AppliedPass]) -> str:
     return table(["pass", "vertices", "values", "kernels", "changed"], rows) + "\n"
 
 
-def write_forecast(folder: str | os.PathLike[str], forecast: Forecast) -> list[Path]:
+def write_forecast(folder: str | os.PathLike[str], forecast: _Forecast) -> list[Path]:
     """Write task.json, plan.json, forecast.json, report.txt, trace.json and, with matplotlib, step.png.
 
     Raises:
@@ -173,7 +173,7 @@ def write_forecast(folder: str | os.PathLike[str], forecast: Forecast) -> list[P
     return [target / name for name in names]
 
 
-def _draw(path: Path, forecast: Forecast) -> None:
+def _draw(path: Path, forecast: _Forecast) -> None:
     from disco_accel.observe.plots import draw_step
 
     budget = forecast.figures["budget"]

@@ -1,4 +1,4 @@
-"""What this package says, shown to users of a script that sets up no logging."""
+"""Messages of this package, shown to users of a script that sets up no logging."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EVERYWHERE = "disco_everywhere"
 
 
 class AboveTheBar(logging.Handler):
-    """Prints records on stderr, whatever that is at the time, without tearing a progress bar apart."""
+    """Prints records on the stderr of the moment, without tearing a progress bar apart."""
 
     own_level: int | None = None
     """The logger's level as ``show_messages`` set it, to tell it from one that the user chose."""

@@ -67,7 +67,7 @@ def draw_step(
     """Write a PNG of one traced step: kernels and copies side by side, and below them memory under the budget line.
 
     ``budget`` (bytes) is the whole budget, of which ``outside`` bytes (adapters, gradients, optimizer, batch) lie
-    outside the arena; ``in_memory_peak`` is what the step takes without a plan. Times are milliseconds.
+    outside the arena; ``in_memory_peak`` is the memory of the step without a plan. Times are milliseconds.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -122,16 +122,16 @@ def _draw_lanes(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent]) -> No
 
 
 def _draw_memory(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent], device: int, outside: int) -> None:
-    used = occupancy(plan, events, device)
-    times = [t * 1e3 for t in used.times]
+    seconds, held = occupancy(plan, events, device)
+    times = [t * 1e3 for t in seconds]
     layers: list[list[float]] = []
     colors: dict[str, str] = {}
     if outside:
         layers.append([outside / MIB] * len(times))
         colors["adapters, gradients, optimizer"] = "#c9ced4"
     for content in (Content.RESIDENT, Content.STREAMED, Content.ACTIVATION, Content.KEPT):
-        if any(used.held[content]):
-            layers.append([b / MIB for b in used.held[content]])
+        if any(held[content]):
+            layers.append([b / MIB for b in held[content]])
             colors[content.value] = _CONTENT_COLORS[content]
     if times:
         axis.stackplot(times, layers, colors=list(colors.values()), step="post", linewidth=0)

@@ -1,4 +1,5 @@
-"""Text for people: what a plan keeps where, and how far a step is from its bound. Sizes in bytes, times in seconds."""
+"""Text for people: places of a plan's values, and the distance of a step from its bound. Sizes in bytes, times in
+seconds."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def budget_table(stats: Mapping[str, Any]) -> str:
 
 
 def step_text(stats: Mapping[str, Any]) -> str:
-    """What each step does: kernels, bytes over the link, time, and the time no schedule of this plan could beat."""
+    """The figures of each step: kernels, bytes over the link, time, and the time no schedule of this plan could
+    beat."""
     lines = [
         f"{stats['kernels']} kernels, {format_size(stats['reload_bytes'])} loaded and "
         f"{format_size(stats['offload_bytes'])} saved over the link each step"
@@ -62,7 +64,7 @@ def step_text(stats: Mapping[str, Any]) -> str:
 
 
 def first_step_text(stats: Mapping[str, Any]) -> str:
-    """What a user should know after the first planned step: the budget's parts, the plan, what could not be planned."""
+    """For the user after the first planned step: the budget's parts, the plan, reasons of steps without one."""
     lines = [budget_table(stats), step_text(stats)]
     stages = stats.get("compile_seconds", {})
     if stages:

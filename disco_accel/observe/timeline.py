@@ -1,4 +1,4 @@
-"""What happened in one step: when each kernel and copy ran, and what the arena held meanwhile.
+"""One step in time: the run of each kernel and copy, and the content of the arena meanwhile.
 
 Input is a plan and the events that the executor traced; output is plain data, or a file for Chrome's and Perfetto's
 trace viewers. No torch.
@@ -44,7 +44,7 @@ class TracedEvent(Protocol):
 
 
 class Content(enum.Enum):
-    """What a range of the arena is used for."""
+    """The use of a range of the arena."""
 
     RESIDENT = "weights that stay"
     STREAMED = "streamed weights"
@@ -53,7 +53,7 @@ class Content(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class _Stay:
     """A value's time in the arena: ``start`` to ``end`` seconds at ``addr`` .. ``addr + size`` bytes of ``device``."""
 
     ref: Ref
@@ -65,20 +65,8 @@ class Stay:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
-class Occupancy:
-    """Bytes in use over time: ``held[content][i]`` from ``times[i]`` (seconds) until ``times[i + 1]``."""
-
-    times: tuple[float, ...]
-    held: Mapping[Content, tuple[int, ...]]
-
-    @property
-    def total(self) -> tuple[int, ...]:
-        return tuple(sum(column) for column in zip(*self.held.values(), strict=True))
-
-
 def contents(plan: MemGraph) -> dict[Ref, Content]:
-    """What each value that has an address is."""
+    """The content of each value that has an address."""
     by_id = {v.id: v for v in plan.vertices}
     resident, input_of = staying(plan), inputs_held(plan)
     return {ref: _content(by_id[ref[0]], input_of.get(ref), resident) for ref in plan.slots}
@@ -91,11 +79,11 @@ def _content(vertex: Vertex, input_held: int | None, resident: Container[int]) -
     return Content.KEPT if must_survive_step(vertex) else Content.ACTIVATION
 
 
-def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
+def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[_Stay]:
     """When each value occupied its address in the traced step, by start time.
 
-    A value is there from the start of its producer to the end of its last reader. What is kept, inputs, and what was
-    brought back for the next step stay to the end, unless their place was given to another value.
+    A value is there from the start of its producer to the end of its last reader. Kept values, inputs, and values that
+    were brought back for the next step stay to the end, unless another value gets their place.
     """
     ran = {e.vertex: e for e in events}
     finish = max((e.end for e in events), default=0.0)
@@ -112,8 +100,8 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
         end = large.offset + sizes[outer[1]] - by_id[inner[0]].sizes[inner[1]]
         return small.space == large.space and large.offset <= small.offset <= end
 
-    stays: list[Stay] = []
-    lasting: list[Stay] = []
+    stays: list[_Stay] = []
+    lasting: list[_Stay] = []
     for ref, slot in plan.slots.items():
         vertex = by_id[ref[0]]
         if swaps_out(vertex):
@@ -123,7 +111,7 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
             continue
         start, produced = (event.start, event.end) if event is not None else (0.0, 0.0)
         end = max(last_read.get(ref, 0.0), produced)
-        stay = Stay(ref, what[ref], slot.space, slot.offset, vertex.sizes[ref[1]], start, end)
+        stay = _Stay(ref, what[ref], slot.space, slot.offset, vertex.sizes[ref[1]], start, end)
         back = any(within(resident, ref) for resident in at_start[input_of[ref]]) if ref in input_of else False
         lasts = must_survive_step(vertex) or vertex.kind is VertexKind.INPUT or back
         (lasting if lasts else stays).append(stay)
@@ -150,20 +138,22 @@ def _last_reads(plan: MemGraph, ran: Mapping[int, TracedEvent]) -> dict[Ref, flo
 class _Places:
     """Finds the values that use a place after another value has."""
 
-    def __init__(self, stays: Iterable[Stay]) -> None:
+    def __init__(self, stays: Iterable[_Stay]) -> None:
         self._sorted = sorted(stays, key=lambda s: (s.device, s.addr))
         self._keys = [(s.device, s.addr) for s in self._sorted]
         self._widest = max((s.size for s in self._sorted), default=0)
 
-    def later(self, stay: Stay) -> bool:
+    def later(self, stay: _Stay) -> bool:
         low = bisect.bisect_right(self._keys, (stay.device, stay.addr - self._widest))
         high = bisect.bisect_left(self._keys, (stay.device, stay.addr + stay.size))
         others = self._sorted[low:high]
         return any(o.start >= stay.end and o.addr + o.size > stay.addr and o.ref != stay.ref for o in others)
 
 
-def occupancy(plan: MemGraph, events: Sequence[TracedEvent], device: int = 0) -> Occupancy:
-    """Bytes of the arena of ``device`` in use over the traced step, by what they hold."""
+def occupancy(
+    plan: MemGraph, events: Sequence[TracedEvent], device: int = 0
+) -> tuple[list[float], dict[Content, list[int]]]:
+    """Times in seconds, and for each content the bytes of the arena of ``device`` that it takes from each on."""
     changes: dict[float, dict[Content, int]] = defaultdict(lambda: defaultdict(int))
     for content, low, high, size in _merged(s for s in stays(plan, events) if s.device == device):
         changes[low][content] += size
@@ -175,12 +165,12 @@ def occupancy(plan: MemGraph, events: Sequence[TracedEvent], device: int = 0) ->
         for content in Content:
             now[content] += changes[time][content]
             held[content].append(now[content])
-    return Occupancy(tuple(times), {content: tuple(column) for content, column in held.items()})
+    return times, held
 
 
-def _merged(stays: Iterable[Stay]) -> Iterable[tuple[Content, float, float, int]]:
+def _merged(stays: Iterable[_Stay]) -> Iterable[tuple[Content, float, float, int]]:
     # Two stays overlap at one address only where a result was written over its own input: count those bytes once.
-    by_addr: dict[int, list[Stay]] = defaultdict(list)
+    by_addr: dict[int, list[_Stay]] = defaultdict(list)
     for stay in stays:
         by_addr[stay.addr].append(stay)
     for group in by_addr.values():
@@ -216,14 +206,14 @@ def chrome_trace(plan: MemGraph, events: Sequence[TracedEvent]) -> dict[str, Any
         )
     rows += _flows(plan, events, lanes)
     for device in plan.devices:
-        used = occupancy(plan, events, device.id)
-        for time, total in zip(used.times, used.total, strict=True):
-            rows.append(_counter(f"arena {device.id}", time, {"bytes": total}))
+        times, held = occupancy(plan, events, device.id)
+        for time, *parts in zip(times, *held.values(), strict=True):
+            rows.append(_counter(f"arena {device.id}", time, {"bytes": sum(parts)}))
     return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
 
 def label(vertex: Vertex, by_id: Mapping[int, Vertex]) -> str:
-    """A short name of a vertex; a copy is named by what it copies."""
+    """A short name of a vertex; a copy is named by its value."""
     if swaps(vertex):
         source = by_id[vertex.inputs[0][0]]
         if swaps_in(vertex) and swaps_out(source):

@@ -30,7 +30,7 @@ from disco_accel.quantised.forms import (
     cast_call,
     dense,
 )
-from disco_accel.quantised.library import FileTensor, LostScales, QuantLibrary
+from disco_accel.quantised.library import FileTensor, QuantLibrary
 
 _PACKED = frozenset(("Params4bit", "Int8Params"))
 _4BIT_LAYERS = frozenset(("Linear4bit", "Embedding4bit"))
@@ -87,7 +87,7 @@ class _Bitsandbytes(QuantLibrary):
                 if on_host and not (gradients or module.training):
                     _repack(module)
 
-    def lost_scales(self, model: torch.nn.Module) -> Iterator[LostScales]:
+    def lost_scales(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, str, bool]]:
         for path, module in model.named_modules():
             prefix = f"{path}." if path else ""
             if type(module).__name__ in _4BIT_PARAMETRISATIONS and _state_of(module) is None:
@@ -167,9 +167,9 @@ def _state_of(owner: Any) -> Any:
     return getattr(owner, "quant_state", None)
 
 
-def _lost(name: str, weight: torch.Tensor, attribute: str) -> LostScales:
+def _lost(name: str, weight: torch.Tensor, attribute: str) -> tuple[str, torch.Tensor, str, bool]:
     is_packed = not weight.is_floating_point() or getattr(weight, "bnb_quantized", False)
-    return LostScales(name, weight, attribute, is_packed)
+    return name, weight, attribute, is_packed
 
 
 def _of_its_library(module: torch.nn.Module, name: str) -> Callable[[Any], None]:
@@ -234,7 +234,7 @@ def _check_4bit(
 
 
 def _state(tensor: FileTensor) -> dict[str, Any]:
-    """What a quant_state says, with exactly the keys that there are, each once."""
+    """The content of a quant_state, with exactly the keys that there are, each once."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({key for key, _ in pairs}) != len(pairs):

@@ -1,4 +1,4 @@
-"""The table of libraries that pack weights, and what is asked of all of them together."""
+"""The table of libraries that pack weights, and questions to all of them together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STORED_FORMS: Mapping[PackedForm, StoredForm] = MappingProxyType(
 
 
 def library_of_config(quantization_config: Any) -> QuantLibrary | None:
-    """The library that a ``quantization_config``, transformers' object or what it wrote, is about; None for others."""
+    """The library of a ``quantization_config``, an object of transformers' or a dict that it wrote; None for others."""
     method = value_of(quantization_config, "quant_method")
     for library in LIBRARIES:
         if method is None and any(value_of(quantization_config, key) for key in library.old_keys):

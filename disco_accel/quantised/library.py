@@ -1,11 +1,11 @@
-"""A library that packs weights: what is asked about it."""
+"""A library that packs weights: its facts and methods."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -30,15 +30,6 @@ class FileTensor(Protocol):
         """Its values, in memory of their own. Raises ConfigError."""
 
 
-class LostScales(NamedTuple):
-    """The packed weight ``name`` whose ``attribute`` says the scales, and is gone. ``is_packed``: its bytes are."""
-
-    name: str
-    weight: torch.Tensor
-    attribute: str
-    is_packed: bool
-
-
 @dataclass(frozen=True)
 class QuantLibrary:
     """One library, recognised by names of classes: it need not be installed. A library that needs one of the methods
@@ -58,7 +49,8 @@ class QuantLibrary:
     config_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that a ``quantization_config`` leaves out."""
     needs_headers: bool = False
-    """The headers of its files say what the tensors are parts of; transformers reads these from files alone."""
+    """The headers of its files name the weights that tensors are parts of; transformers reads these from files
+    alone."""
     packed_parameters: frozenset[str] = frozenset()
     """Subclasses of Parameter whose own bytes are the packed weight, with scales in objects beside it."""
     states: frozenset[str] = frozenset()
@@ -70,18 +62,18 @@ class QuantLibrary:
     rewritten: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Class → attributes that each forward sets anew before it reads them."""
     tensor_patches: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=dict)
-    """Method of ``torch.Tensor`` → what makes the one that takes its place while a step is traced over fakes."""
+    """Method of ``torch.Tensor`` → a function that makes its replacement while a step is traced over fakes."""
     forms: Mapping[PackedForm, StoredForm] = field(default_factory=dict)
     """The forms whose sizes and calls are known without the library."""
 
     def settle(self, model: torch.nn.Module) -> None:
-        """Do to its layers' weights what each of their forwards does: a plan runs in the place of that forward."""
+        """Change its layers' weights as each of their forwards does: a plan runs in the place of that forward."""
 
     def run_first_forward(self, model: torch.nn.Module, *, on_host: bool, gradients: bool) -> None:
         """Leave its layers as their first forward would, where that assigns to ``.data``: no graph can say so."""
 
-    def lost_scales(self, model: torch.nn.Module) -> Iterator[LostScales]:
-        """Its packed weights that nothing says the scales of."""
+    def lost_scales(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, str, bool]]:
+        """Its packed weights without scales: name, weight, attribute of the scales, whether its bytes are packed."""
         return iter(())
 
     def check_stored(self, stored: Mapping[str, FileTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,4 +1,4 @@
-"""optimum-quanto: wrapper subclasses, which say by themselves what tensors they are made of."""
+"""optimum-quanto: wrapper subclasses, which name their own inner tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchao: wrapper subclasses, which say by themselves what tensors they are made of; in 8 bits one scale a row."""
+"""torchao: wrapper subclasses, which name their own inner tensors; in 8 bits one scale a row."""
 
 from __future__ import annotations
 

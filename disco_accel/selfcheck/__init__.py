@@ -1,5 +1,4 @@
 """The self-check: does a plan compute on this device what plain PyTorch computes on it, whatever the timing?
 
-``subject.py`` is a small training step and its plan, ``self_check.py`` tries it, ``outcome_files.py`` remembers the
-answer.
+``subject.py`` is a small training step and its plan, ``self_check.py`` tries it, ``outcome.py`` keeps the answer.
 """

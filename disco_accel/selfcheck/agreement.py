@@ -5,10 +5,10 @@ runs have the same bits, bits were asked for. Else three eager runs say how far 
 
 - no tensor may be further from the nearest of them than ``MARGIN`` times the largest distance between two of them in
   that tensor. A tensor in which this is small by chance has a floor: the middle one of these distances over all tensors
-  that differ, and one rounding of its dtype; the largest of them where three draws say little, which is a tensor of
-  less than ``FEW`` elements, and one in which the three happened to agree;
+  that differ, and one rounding of its dtype. It is the largest of them where three draws say little: in a tensor of
+  less than ``FEW`` elements, and in one in which the three happened to agree;
 - over all tensors the middle ratio of these two distances may be ``MIDDLE`` at most;
-- what the forward returns has the bits of eager if the three runs' forwards have the same bits.
+- the forward's results have the bits of eager if the three runs' forwards have the same bits.
 
 How often a run of eager itself would be refused, and how small an error is found: docs/selfcheck.md.
 """
@@ -85,7 +85,7 @@ def agreement(
     """Compare ``ours`` with up to three runs that ``eager`` yields, each of the same state; no more than needed are
     taken from it.
 
-    ``outputs``: names of what the forward returned. ``allowance``: distance that is expected beside that of eager from
+    ``outputs``: names of the forward's results. ``allowance``: distance that is expected beside that of eager from
     itself, where ours rounds otherwise by design.
     """
     taken = iter(eager)

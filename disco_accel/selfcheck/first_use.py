@@ -1,4 +1,4 @@
-"""The self-check where a device is used for the first time, and what its user hears of it."""
+"""The two doors of the self-check: the first use of a device, and a command; and their messages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from disco_accel.errors import SelfCheckFailed
+from disco_accel.config.settings import DiscoConfig
+from disco_accel.errors import DiscoError, SelfCheckFailed
+from disco_accel.native.backend import run_device
 from disco_accel.selfcheck import self_check
-from disco_accel.selfcheck.identity import identity_of, key_of
-from disco_accel.selfcheck.outcome import Outcome
-from disco_accel.selfcheck.outcome_files import PassedChecks, write_report
+from disco_accel.selfcheck.outcome import Outcome, forget, has_passed, identity_of, key_of, store, write_report
 from disco_accel.selfcheck.subject import Subject, make_subject
 
 logger = logging.getLogger("disco_accel")
@@ -25,7 +25,7 @@ Tracing = Callable[[], AbstractContextManager[Any]]
 
 _lock = threading.Lock()
 _failed: dict[torch.device, SelfCheckFailed | None] = {}
-"""Devices that this process has an answer for. What a device's index means never changes within a process."""
+"""Devices that this process has an answer for. An index means the same device throughout a process."""
 
 
 def require_passed(
@@ -56,7 +56,7 @@ def _answer(
     device: torch.device, folder: str | None, make: Callable[[torch.device], Subject], link_bytes: int
 ) -> SelfCheckFailed | None:
     key = key_of(identity_of(device))
-    if folder is not None and PassedChecks(folder).passed(key):
+    if folder is not None and has_passed(folder, key):
         return None
     outcome = self_check.check(device, make, link_bytes)
     error = conclude(outcome, folder)
@@ -68,13 +68,12 @@ def _answer(
 def conclude(outcome: Outcome, folder: str | None) -> SelfCheckFailed | None:
     """Keep an ``outcome`` that passed below ``folder``; the error of one that failed, its report written."""
     key = key_of(outcome.identity)
-    checks = None if folder is None else PassedChecks(folder)
     if outcome.passed:
-        if checks is not None:
-            checks.store(key, outcome)
+        if folder is not None:
+            store(folder, key, outcome)
         return None
-    if checks is not None:
-        checks.forget(key)
+    if folder is not None:
+        forget(folder, key)
     report = write_report(folder, outcome, {"platform": platform.platform()})
     return SelfCheckFailed(failed_line(outcome, None if report is None else str(report)), report)
 
@@ -91,7 +90,7 @@ def passed_line(outcome: Outcome, folder: str | None) -> str:
 
 
 def failed_line(outcome: Outcome, report: str | None) -> str:
-    """What differed and what to do, in one line."""
+    """The differences and the way out, in one line."""
     others = len(outcome.differences) - 1
     more = f", and {others} more difference{'s' if others > 1 else ''}" if others else ""
     first = str(outcome.differences[0]).splitlines()[0]
@@ -101,3 +100,19 @@ def failed_line(outcome: Outcome, report: str | None) -> str:
         "disco-accel doctor --selftest checks again, after another driver or PyTorch, say; on_unsupported: eager "
         "trains without plans until then; self_check: off uses the device as it is"
     )
+
+
+def selftest(device: str) -> dict[str, Any]:
+    """``disco-accel doctor --selftest``: the outcome for ``device`` (auto, cpu, cuda) as JSON, with ``problem``, a line
+    for its user or "".
+
+    The answer replaces the one that is kept beside the plans. Raises ConfigError for a device that is not there.
+    """
+    config = DiscoConfig.from_env(DiscoConfig(device=device))
+    where = run_device(config.resolve().device)
+    try:
+        outcome = self_check.check(where)
+    except DiscoError as error:
+        return {"passed": False, "problem": f"self-check: cannot run: {error}"}
+    failed = conclude(outcome, config.plan_cache)
+    return {**outcome.as_dict(), "problem": "" if failed is None else str(failed)}

@@ -15,8 +15,8 @@ import torch
 
 from disco_accel.native.backend import backend_of
 from disco_accel.selfcheck.outcome import Difference, compare
-from disco_accel.selfcheck.subject import batch_of
-from disco_accel.selfcheck.trial import EagerRuns, Trial, one, trained_of
+from disco_accel.selfcheck.subject import batch_of, by_name
+from disco_accel.selfcheck.trial import Trial, eager_runs, one, values_of
 
 LEAST_DELAY, MOST_DELAY = 0.03, 0.3
 """Seconds. A delay is as long as a step of the subject takes, within these."""
@@ -25,19 +25,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Caller:
+class _Caller:
     """Two streams of the caller's and a delay for the current one; on the CPU all of them do nothing."""
 
     device: torch.device
     streams: tuple[Any, ...]
     delay: Callable[[], object]
-
-    @classmethod
-    def on(cls, device: torch.device, step_seconds: float = 0.0) -> Caller:
-        """Two new streams of ``device``, on which a step of the subject takes ``step_seconds``."""
-        backend = backend_of(device)
-        streams = backend.streams(2)
-        return cls(device, streams, backend.delay(streams[0], min(max(step_seconds, LEAST_DELAY), MOST_DELAY)))
 
     def stream(self, index: int = 0) -> AbstractContextManager[object]:
         """Inside, the stream of this index is the current one."""
@@ -48,22 +41,25 @@ class Caller:
         backend_of(self.device).synchronize()
 
 
-def orders(trial: Trial, caller: Caller) -> list[Difference]:
-    """What differs, over all cases of ``CASES``."""
-    device, subject = caller.device, trial.subject
+def orders(trial: Trial, step_seconds: float = 0.0) -> list[Difference]:
+    """The differences of all cases of ``CASES``. ``step_seconds``: of a step of the subject."""
+    subject = trial.subject
+    device, backend = subject.device, backend_of(subject.device)
+    streams = backend.streams(2)
+    caller = _Caller(device, streams, backend.delay(streams[0], min(max(step_seconds, LEAST_DELAY), MOST_DELAY)))
     batches: list[Tensors] = [batch_of(seed, device) for seed in (1, 2)]
-    eager = [EagerRuns(subject, batch, seed) for seed, batch in enumerate(batches)]
+    eager = [eager_runs(subject, batch, seed) for seed, batch in enumerate(batches)]
     differences: list[Difference] = []
     for name, case in CASES.items():
         caller.synchronize()
-        results = case(trial, caller, batches, trained_of(subject))
+        results = case(trial, caller, batches, values_of(subject))
         caller.synchronize()
         for runs, got in zip(eager, results, strict=False):
             differences += compare(name, runs, got)
     return differences
 
 
-def _late_inputs(trial: Trial, caller: Caller, batches: list[Tensors], trained: Tensors) -> list[Tensors]:
+def _late_inputs(trial: Trial, caller: _Caller, batches: list[Tensors], trained: Tensors) -> list[Tensors]:
     """Batch and parameters get their values right before the step, behind a delay."""
     inputs = [{name: torch.full_like(tensor, torch.nan) for name, tensor in t.items()} for t in (batches[0], trained)]
     caller.synchronize()
@@ -72,10 +68,10 @@ def _late_inputs(trial: Trial, caller: Caller, batches: list[Tensors], trained: 
         for target, source in zip(inputs, (batches[0], trained), strict=True):
             for name, tensor in target.items():
                 tensor.copy_(source[name])
-        return [trial.step(inputs[0], inputs[1], 0).by_name()]
+        return [trial.step(inputs[0], inputs[1], 0)]
 
 
-def _late_tangent(trial: Trial, caller: Caller, batches: list[Tensors], trained: Tensors) -> list[Tensors]:
+def _late_tangent(trial: Trial, caller: _Caller, batches: list[Tensors], trained: Tensors) -> list[Tensors]:
     """The gradient of the loss gets its value right before the backward, behind a delay."""
     tangent = one(caller.device).fill_(torch.nan)
     caller.synchronize()
@@ -85,21 +81,21 @@ def _late_tangent(trial: Trial, caller: Caller, batches: list[Tensors], trained:
         caller.delay()
         tangent.fill_(1)
         trial.end(tangent)
-        return [{"loss": loss, **_named(trial.gradients())}]
+        return [by_name(loss, trial.gradients())]
 
 
-def _late_copies(trial: Trial, caller: Caller, batches: list[Tensors], trained: Tensors) -> list[Tensors]:
+def _late_copies(trial: Trial, caller: _Caller, batches: list[Tensors], trained: Tensors) -> list[Tensors]:
     """Results leave behind a delay, and the next step begins at once."""
     return [_slow_reader(trial, caller, batch, trained, seed, 0) for seed, batch in enumerate(batches)]
 
 
-def _two_streams(trial: Trial, caller: Caller, batches: list[Tensors], trained: Tensors) -> list[Tensors]:
+def _two_streams(trial: Trial, caller: _Caller, batches: list[Tensors], trained: Tensors) -> list[Tensors]:
     """The same, and the next step is called from another stream."""
     return [_slow_reader(trial, caller, batch, trained, seed, seed) for seed, batch in enumerate(batches)]
 
 
 def _slow_reader(
-    trial: Trial, caller: Caller, batch: Tensors, trained: Tensors, seed: int, stream: int
+    trial: Trial, caller: _Caller, batch: Tensors, trained: Tensors, seed: int, stream: int
 ) -> dict[str, torch.Tensor]:
     with caller.stream(stream):
         trial.begin(batch, trained, seed)
@@ -107,14 +103,10 @@ def _slow_reader(
         loss = trial.loss()
         trial.end(one(caller.device))
         caller.delay()
-        return {"loss": loss, **_named(trial.gradients())}
+        return by_name(loss, trial.gradients())
 
 
-def _named(gradients: Tensors) -> dict[str, torch.Tensor]:
-    return {f"gradient of {name}": gradient for name, gradient in gradients.items()}
-
-
-CASES: dict[str, Callable[[Trial, Caller, list[Tensors], Tensors], list[Tensors]]] = {
+CASES: dict[str, Callable[[Trial, _Caller, list[Tensors], Tensors], list[Tensors]]] = {
     "inputs that arrive late": _late_inputs,
     "a loss gradient that arrives late": _late_tangent,
     "results that leave late": _late_copies,

@@ -1,4 +1,4 @@
-"""The self-check itself: every part in turn, what differs, what was measured."""
+"""The self-check itself: every part in turn, with its differences and figures."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.native.backend import backend_of, prepare_device, release_workspaces
 from disco_accel.selfcheck.agreement import distance
-from disco_accel.selfcheck.identity import identity_of
 from disco_accel.selfcheck.link import link
-from disco_accel.selfcheck.orders import CASES, Caller, orders
-from disco_accel.selfcheck.outcome import Difference, Outcome, compare
+from disco_accel.selfcheck.orders import CASES, orders
+from disco_accel.selfcheck.outcome import Difference, Outcome, compare, identity_of
 from disco_accel.selfcheck.subject import Subject, batch_of, make_subject
-from disco_accel.selfcheck.trial import EagerRuns, Trial, circumstances, trained_of
+from disco_accel.selfcheck.trial import Trial, circumstances, eager_runs, values_of
 from disco_accel.shortage import met_shortage
 
 LINK_BYTES = 32 << 20
@@ -43,8 +42,8 @@ def check(
 ) -> Outcome:
     """Run the self-check on ``device``, which has its index. ``make``: the subject, for tests that plant faults.
 
-    What goes wrong inside is a difference of the outcome. Raises ExtensionError where there is no engine to check, and
-    what is a shortage of memory for the moment (see ``shortage.py``).
+    An error inside is a difference of the outcome. Raises ExtensionError where there is no engine to check, and
+    shortages of memory for the moment (see ``shortage.py``).
     """
     # What is built at first is none of the check's seconds.
     prepare_device(device)
@@ -95,7 +94,7 @@ def _parts(device: torch.device, make: Callable[[torch.device], Subject], link_b
                 figures["part"] = "memory inside a step"
                 differences += _allocations(trial)
                 figures["part"] = "order"
-                differences += orders(trial, Caller.on(device, step_seconds))
+                differences += orders(trial, step_seconds)
                 figures["orders"] = (
                     list(CASES) if backend_of(device).has_streams else "without streams, which GPUs have"
                 )
@@ -104,7 +103,7 @@ def _parts(device: torch.device, make: Callable[[torch.device], Subject], link_b
 
 def _compared(subject: Subject) -> str:
     """Bits, if plain PyTorch repeats them."""
-    first, *others = EagerRuns(subject, batch_of(0, subject.device), 0)
+    first, *others = eager_runs(subject, batch_of(0, subject.device), 0)
     same = not any(distance(value, run[name]) for run in others for name, value in first.items())
     return "bits" if same else "up to the distance of its own runs"
 
@@ -114,8 +113,8 @@ def _steps(trial: Trial, part: str) -> list[Difference]:
     differences: list[Difference] = []
     for seed in range(_STEPS):
         batch = batch_of(seed, trial.subject.device)
-        eager = EagerRuns(trial.subject, batch, seed)
-        got = trial.step(batch, trained_of(trial.subject), seed).by_name()
+        eager = eager_runs(trial.subject, batch, seed)
+        got = trial.step(batch, values_of(trial.subject), seed)
         differences += compare(f"{part}, step {seed + 1}", eager, got)
     return differences
 
@@ -123,7 +122,7 @@ def _steps(trial: Trial, part: str) -> list[Difference]:
 def _allocations(trial: Trial) -> list[Difference]:
     """Whether a step takes memory from PyTorch's allocator or, beneath it, from the driver."""
     device = trial.subject.device
-    batch, trained = batch_of(0, device), trained_of(trial.subject)
+    batch, trained = batch_of(0, device), values_of(trial.subject)
     for _ in range(_ATTEMPTS):
         tangent = torch.ones((), dtype=torch.float32, device=device)
         before = _taken(device)

@@ -1,4 +1,4 @@
-"""What the self-check trains: a small model, its own plan under little memory, and the same step in plain PyTorch.
+"""The training of the self-check: a small model, its own plan under little memory, and the same step in plain PyTorch.
 
 Every op of it is deterministic on a GPU as on the CPU, so equal inputs give equal bits. Half of the blocks are
 checkpointed; one of those draws random numbers, which its recomputation must draw again.
@@ -36,7 +36,7 @@ _BLOCKS = 6
 _SEED = 14
 _DROPPED = 0.25
 _TINY = 256 << 10
-"""Bytes of memory that are not enough for a plan: what the refusal asks for is the least that is."""
+"""Bytes of memory that are not enough for a plan: the refusal names the least that is."""
 
 
 class _Block(torch.nn.Module):
@@ -59,7 +59,7 @@ class _Block(torch.nn.Module):
         return rows + inside @ self.second
 
 
-class Model(torch.nn.Module):
+class _Model(torch.nn.Module):
     """``_BLOCKS`` blocks on (rows, width), the later half of them checkpointed, and a squared error.
 
     Trained weights lie on ``device``, frozen ones in host memory that is pinned where the device needs it, or beside
@@ -80,10 +80,6 @@ class Model(torch.nn.Module):
             if parameter.requires_grad or resident:
                 parameter.data = parameter.data.to(device)
 
-    def trained(self) -> dict[str, torch.nn.Parameter]:
-        """The trainable parameters by name."""
-        return {name: p for name, p in self.named_parameters() if p.requires_grad}
-
     def forward(self, rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         for index, block in enumerate(self.blocks):
             rows = block(rows) if index < _BLOCKS // 2 else checkpointed(block, rows, use_reentrant=False)
@@ -91,16 +87,9 @@ class Model(torch.nn.Module):
         return (apart * apart).mean()
 
 
-@dataclass(frozen=True)
-class Results:
-    """The loss of a step, and the gradient of each trainable parameter by name."""
-
-    loss: torch.Tensor
-    gradients: Mapping[str, torch.Tensor]
-
-    def by_name(self) -> dict[str, torch.Tensor]:
-        """All of them."""
-        return {"loss": self.loss, **{f"gradient of {name}": g for name, g in self.gradients.items()}}
+def by_name(loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The results of a step in one table; ``gradients`` have the names of trainable parameters."""
+    return {"loss": loss, **{f"gradient of {name}": gradient for name, gradient in gradients.items()}}
 
 
 @dataclass(frozen=True)
@@ -108,8 +97,8 @@ class Subject:
     """The model, an equal one for plain PyTorch, the captured step and the plan that runs it. ``clean``: INPUT vertex
     to its bytes on the host."""
 
-    model: Model
-    eager: Model
+    model: _Model
+    eager: _Model
     device: torch.device
     captured: CapturedStep
     graph: TaskGraph
@@ -144,7 +133,7 @@ def make_subject(device: torch.device, *, tracing: Callable[[], AbstractContextM
 
     Raises PlanError where the plan does not move values in both directions, so that it would show nothing.
     """
-    model = Model(device)
+    model = _Model(device)
     with tracing():
         captured = capture_step(model, batch_of(0, torch.device("meta")), device=device, name="self-check")
     records = record(captured.graph, device=str(device))
@@ -152,7 +141,7 @@ def make_subject(device: torch.device, *, tracing: Callable[[], AbstractContextM
     plan = _tight_plan(graph)
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     clean = {b.vertex: bytes_of(frozen[b.name].detach()) for b in captured.bindings if b.source is InputSource.FROZEN}
-    subject = Subject(model, Model(device, resident=True), device, captured, graph, records, plan, clean)
+    subject = Subject(model, _Model(device, resident=True), device, captured, graph, records, plan, clean)
     if not (subject.count(swaps_out) and subject.count(swaps_in)):
         raise PlanError("the self-check's plan moves nothing to the host or nothing back, so it would show nothing")
     return subject
@@ -181,13 +170,20 @@ def batch_of(seed: int, device: torch.device) -> dict[str, torch.Tensor]:
     return {name: _drawn(generator, _ROWS, _WIDTH).to(device) for name in ("rows", "wanted")}
 
 
-def eager_step(model: Model, batch: Mapping[str, torch.Tensor], device: torch.device, seed: int) -> Results:
+def eager_step(
+    model: torch.nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device, seed: int
+) -> dict[str, torch.Tensor]:
     """The step in plain PyTorch, from the generator's state after ``seed``. ``model``: a resident one."""
     seed_generator(device, seed)
     loss = model(**batch)
-    trained = model.trained()
+    trained = trained_of(model)
     gradients = torch.autograd.grad(loss, list(trained.values()))
-    return Results(loss.detach(), dict(zip(trained, gradients, strict=True)))
+    return by_name(loss.detach(), dict(zip(trained, gradients, strict=True)))
+
+
+def trained_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The trainable parameters by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def seed_generator(device: torch.device, seed: int) -> None:

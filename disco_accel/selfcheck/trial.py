@@ -13,12 +13,12 @@ from disco_accel.execute.executor import EngineOptions
 from disco_accel.native.backend import backend_of
 from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.selfcheck.agreement import RUNS
-from disco_accel.selfcheck.subject import Results, Subject, eager_step, seed_generator
+from disco_accel.selfcheck.subject import Subject, by_name, eager_step, seed_generator, trained_of
 
 
 class Trial:
     """An executor of ``subject`` between ``__enter__`` and ``__exit__``. A step is ``begin``, ``loss``, ``end`` and
-    ``gradients``, as in a training: the second and the last copy what leaves the arena."""
+    ``gradients``, as in a training: the second and the last copy values out of the arena."""
 
     def __init__(self, subject: Subject, options: EngineOptions) -> None:
         self.subject = subject
@@ -50,12 +50,14 @@ class Trial:
         copies = self.executor.leave(self._gradients)
         return {g.name: copy for g, copy in zip(self.subject.captured.gradients, copies, strict=True)}
 
-    def step(self, batch: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor], seed: int) -> Results:
-        """A whole step."""
+    def step(
+        self, batch: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor], seed: int
+    ) -> dict[str, torch.Tensor]:
+        """Run a whole step; returns its results by name."""
         self.begin(batch, trained, seed)
         loss = self.loss()
         self.end(one(self.subject.device))
-        return Results(loss, self.gradients())
+        return by_name(loss, self.gradients())
 
     def __enter__(self) -> Trial:
         return self
@@ -69,32 +71,19 @@ def one(device: torch.device) -> torch.Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
 
 
-def trained_of(subject: Subject) -> dict[str, torch.Tensor]:
+def values_of(subject: Subject) -> dict[str, torch.Tensor]:
     """The trainable parameters' values, by name."""
-    return {name: parameter.detach() for name, parameter in subject.model.trained().items()}
+    return {name: parameter.detach() for name, parameter in trained_of(subject.model).items()}
 
 
-class EagerRuns:
-    """Runs of plain PyTorch on the same device, each from the generator's state after ``seed``. They are made when they
-    are asked for, and kept."""
-
-    def __init__(self, subject: Subject, batch: Mapping[str, torch.Tensor], seed: int) -> None:
-        self._subject, self._batch, self._seed = subject, batch, seed
-        self._made = [self._run()]
-
-    def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        for number in range(RUNS):
-            if number == len(self._made):
-                self._made.append(self._run())
-            yield self._made[number]
-
-    def _run(self) -> dict[str, torch.Tensor]:
-        return eager_step(self._subject.eager, self._batch, self._subject.device, self._seed).by_name()
+def eager_runs(subject: Subject, batch: Mapping[str, torch.Tensor], seed: int) -> list[dict[str, torch.Tensor]]:
+    """Runs of plain PyTorch on the same device, each from the generator's state after ``seed``."""
+    return [eager_step(subject.eager, batch, subject.device, seed) for _ in range(RUNS)]
 
 
 @contextmanager
 def circumstances(device: torch.device) -> Iterator[None]:
-    """As in a usual training step, whatever the caller has set; the caller's generators stay where they are."""
+    """The settings of a usual training step in place of the caller's, whose generators stay where they are."""
     backend = backend_of(device)
     host, drawn = torch.get_rng_state(), backend.rng_state()
     try:

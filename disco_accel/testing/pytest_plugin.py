@@ -2,9 +2,9 @@
 
 ``pytest -p disco_accel.testing.pytest_plugin --disco=models --disco-config=disco.yaml --disco-report=report.json``
 
-``--disco=launch`` does what a launcher does: models with an adapter over frozen weights are prepared on their way
-through ``Accelerator.prepare`` and Trainer. ``--disco=models`` prepares any model that is called with gradients and has
-a trainable parameter, also one that has no frozen ones. ``--disco=callback`` counts for tests that ask for plans
+``--disco=launch`` works as a launcher: models with an adapter over frozen weights are prepared on their way through
+``Accelerator.prepare`` and Trainer. ``--disco=models`` prepares any model that is called with gradients and has a
+trainable parameter, also one that has no frozen ones. ``--disco=callback`` counts for tests that ask for plans
 themselves. ``--disco=off`` only writes the report.
 """
 
@@ -33,7 +33,7 @@ from disco_accel.step.run.session import find_state
 
 
 @dataclass
-class Ran:
+class _Ran:
     """What one test came to. ``forwards`` and ``backwards`` ran from plans; ``fallbacks``: why others did not."""
 
     outcome: str = "passed"
@@ -44,12 +44,12 @@ class Ran:
 
 
 class Judge(Observer):
-    """Counts, for each test, what ran from a plan and what in eager mode, and writes it as JSON."""
+    """Counts, for each test, steps from a plan and steps in eager mode, and writes them as JSON."""
 
     def __init__(self, report: Path | None) -> None:
         self._report = report
-        self._tests: dict[str, Ran] = {}
-        self._running = Ran()
+        self._tests: dict[str, _Ran] = {}
+        self._running = _Ran()
 
     def on_step(self, step: CompiledStep) -> None:
         """A planned forward of the test that runs."""
@@ -68,13 +68,13 @@ class Judge(Observer):
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Start counting anew."""
-        self._running = self._tests[item.nodeid] = Ran()
+        self._running = self._tests[item.nodeid] = _Ran()
         return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """The worst of setup, call and teardown is the test's outcome."""
         if report.outcome != "passed":
-            self._tests.setdefault(report.nodeid, Ran()).outcome = report.outcome
+            self._tests.setdefault(report.nodeid, _Ran()).outcome = report.outcome
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """One line with the counts, and the reasons of fallbacks with how often each was seen."""
@@ -94,34 +94,24 @@ class Judge(Observer):
             self._report.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-class Router:
-    """Prepares a model when it is first called with gradients from outside of any other module."""
+def _route(config: DiscoConfig) -> None:
+    """Prepare each model from now on when it is first called with gradients from outside of any other module."""
+    call, inside = torch.nn.Module.__call__, threading.local()
 
-    def __init__(self, config: DiscoConfig) -> None:
-        self._config = config
-        self._inside = threading.local()
+    @functools.wraps(call)
+    def routed(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if getattr(inside, "a_call", False) or not torch.is_grad_enabled():
+            return call(module, *args, **kwargs)
+        inside.a_call = True
+        try:
+            wrapper = isinstance(getattr(module, "module", None), torch.nn.Module)
+            if not wrapper and find_state(module) is None and any(p.requires_grad for p in module.parameters()):
+                prepare(module, config)
+            return call(module, *args, **kwargs)
+        finally:
+            inside.a_call = False
 
-    def install(self) -> None:
-        """Take the place of ``Module.__call__``."""
-        call = torch.nn.Module.__call__
-
-        @functools.wraps(call)
-        def routed(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if getattr(self._inside, "a_call", False) or not torch.is_grad_enabled():
-                return call(module, *args, **kwargs)
-            self._inside.a_call = True
-            try:
-                self._prepare(module)
-                return call(module, *args, **kwargs)
-            finally:
-                self._inside.a_call = False
-
-        torch.nn.Module.__call__ = routed  # type: ignore[method-assign]
-
-    def _prepare(self, module: torch.nn.Module) -> None:
-        wrapper = isinstance(getattr(module, "module", None), torch.nn.Module)
-        if not wrapper and find_state(module) is None and any(p.requires_grad for p in module.parameters()):
-            prepare(module, self._config)
+    torch.nn.Module.__call__ = routed  # type: ignore[method-assign]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -152,6 +142,6 @@ def pytest_configure(config: pytest.Config) -> None:
             configuration.launch_config()
             import_hook.activate()
         else:
-            Router(DiscoConfig.from_yaml(file)).install()
+            _route(DiscoConfig.from_yaml(file))
     except ConfigError as error:
         raise pytest.UsageError(str(error)) from error

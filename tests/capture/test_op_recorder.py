@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from disco_accel.capture import result_memory
 from disco_accel.capture.constants import tracing_mode
-from disco_accel.capture.op_recorder import Trace, record_ops
+from disco_accel.capture.op_recorder import record_ops
 from disco_accel.capture.result_memory import FakeResults
 from disco_accel.capture.step import capture_forward
 from disco_accel.capture.storages import tensor_spec, tensors_of
@@ -119,8 +119,10 @@ def _traced(work: Work, trace: Callable[..., Any]) -> Any:
         return trace(_step(work), [torch.empty(3, 4), torch.empty(4, 4, requires_grad=True)])
 
 
-def _recorded(call: Callable[..., Any], tensors: list[torch.Tensor]) -> Trace:
-    return record_ops(call, [tensors], TraceLog({}))
+def _recorded(call: Callable[..., Any], tensors: list[torch.Tensor]) -> TraceLog:
+    log = TraceLog({})
+    record_ops(call, [tensors], log)
+    return log
 
 
 def _ops(graph: fx.Graph) -> list[Any]:

@@ -17,13 +17,14 @@ def batch(seed: int, length: int = 20) -> dict[str, torch.Tensor]:
     return {name: tensor.to(CUDA) for name, tensor in random_batch(length=length, seed=seed).items()}
 
 
+@pytest.mark.usefixtures("random_order")
 @pytest.mark.parametrize("attention", [None, "eager"], ids=["own attention", "eager attention"])
 @pytest.mark.parametrize("family", TEN_FAMILIES)
 def test_lora_steps_are_bitwise_eager(family: str, attention: str | None) -> None:
     """With checkpointing and dropout, ops dispatched at random; a steady step allocates nothing on the device."""
     model = family_lora(family, checkpointing=True, lora_dropout=0.1, attention=attention)
     eager = copy.deepcopy(model).to(CUDA)
-    planned = least(model, lambda m: step(m, batch(0)), dispatch="random")
+    planned = least(model, lambda m: step(m, batch(0)))
     for seed in range(3):
         torch.manual_seed(seed)
         expected = step(eager, batch(seed))
@@ -57,12 +58,13 @@ def test_prompts_and_decoding_are_eagers(family: str) -> None:
     assert stats(planned)["prefills"] >= 2 and stats(planned)["fallbacks"] == []
 
 
+@pytest.mark.usefixtures("random_order")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_steps_in_chunks_are_eagers(family: str) -> None:
     """To rounding, with dropout, which runs whole and draws as it does without chunks."""
     model = family_lora(family, checkpointing=True, lora_dropout=0.1)
     eager = copy.deepcopy(model).to(CUDA)
-    planned = least(model, lambda m: step(m, batch(0)), dispatch="random", chunks=4)
+    planned = least(model, lambda m: step(m, batch(0)), chunks=4)
     for seed in range(2):
         torch.manual_seed(seed)
         expected = step(eager, batch(seed))

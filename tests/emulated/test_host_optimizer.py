@@ -19,6 +19,7 @@ from tests.emulated import device
 from tests.emulated.models import CUDA, assert_same, step
 from tests.support.models import family_full, random_batch
 
+pytestmark = pytest.mark.usefixtures("random_order")
 RATE = 2.0**-7
 """The same number in float32, in which a GPU's kernel takes it."""
 
@@ -66,7 +67,6 @@ def test_steps_evaluation_and_fallbacks_are_eagers(family: str, dtype: torch.dty
         device="cuda",
         optimizer="host",
         on_unsupported="eager",
-        dispatch="random",
     )
     prepare(model, config)
     assert {p.device.type for p in model.parameters()} == {"cpu"}
@@ -102,7 +102,7 @@ def trained() -> tuple[Any, Any]:
     eager = copy.deepcopy(model).to(CUDA)
     weights = sum(p.nbytes for p in model.parameters())
     budget = 2 * workspace_bytes(CUDA) + 5 * weights // 4
-    config = DiscoConfig(memory_budget=budget, device="cuda", optimizer="host", dispatch="random", plan_cache=None)
+    config = DiscoConfig(memory_budget=budget, device="cuda", optimizer="host", plan_cache=None)
     return prepare(model, config), eager
 
 
@@ -230,7 +230,7 @@ def test_updates_run_beside_the_forward_of_the_next_step(
     eager = copy.deepcopy(model).to(CUDA)
     weights = sum(p.nbytes for p in model.parameters())
     budget = 2 * workspace_bytes(CUDA) + 5 * weights // 4
-    keys = {"device": "cuda", "optimizer": "host", "update": "deferred", "dispatch": "random", "plan_cache": None}
+    keys = {"device": "cuda", "optimizer": "host", "update": "deferred", "plan_cache": None}
     prepare(model, DiscoConfig(memory_budget=budget, update_on=update_on, **keys))
     optimizer, reference = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True), OnCpu(eager)
     for seed in range(4):
@@ -256,7 +256,7 @@ def test_gradients_are_summed_on_the_device(update: str) -> None:
     eager = copy.deepcopy(model).to(CUDA)
     weights = sum(p.nbytes for p in model.parameters())
     budget = 2 * workspace_bytes(CUDA) + 3 * weights // 2
-    keys = {"optimizer": "host", "update": update, "dispatch": "random", "plan_cache": None}
+    keys = {"optimizer": "host", "update": update, "plan_cache": None}
     prepare(model, DiscoConfig(memory_budget=budget, device="cuda", **keys))
     ours = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     theirs = OnCpu(eager)

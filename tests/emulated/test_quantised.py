@@ -50,6 +50,7 @@ def moved() -> Iterator[ExitStack]:
         yield stack
 
 
+@pytest.mark.usefixtures("random_order")
 @pytest.mark.parametrize("form", HERE)
 def test_packed_weights_train_and_evaluate_as_in_eager_mode(form: str, moved: ExitStack) -> None:
     """Steps under the least budget, dispatched at random, and under one that holds all; evaluation, whose weights visit
@@ -72,7 +73,7 @@ def test_packed_weights_train_and_evaluate_as_in_eager_mode(form: str, moved: Ex
         torch.manual_seed(seed)
         assert_same(step(model, batch(seed)), expected)
 
-    least(model, lambda m: step(m, batch(0)), dispatch="random")
+    least(model, lambda m: step(m, batch(0)))
     assert_step(1)
     assert torch.equal(logits(model), logits(eager))
     assert_step(2)

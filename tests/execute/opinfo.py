@@ -23,11 +23,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from disco_accel.capture.constants import bind_constants, tracing_mode
 from disco_accel.capture.fake_inputs import twin
-from disco_accel.capture.fx_nodes import arguments_of
-from disco_accel.capture.lower import InputFlags, OpLowering, lower_ops, mark, used_inputs
-from disco_accel.capture.op_recorder import Trace, record_ops
+from disco_accel.capture.lower import OpLowering, lower_ops, mark, used_inputs
+from disco_accel.capture.op_recorder import record_ops
 from disco_accel.capture.storages import storage_key, tensor_spec
-from disco_accel.capture.trace_log import TraceLog
+from disco_accel.capture.trace_log import TraceLog, arguments_of
 from disco_accel.errors import BudgetTooSmall, CaptureError, ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor, arena_bytes
 from disco_accel.graph.memgraph import MemGraph
@@ -44,10 +43,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 POISON = 0xA5
 """Written all over the arena before each step: what a step finds there must not matter."""
-
-_INPUT = InputFlags("input", FOREIGN)
-_TANGENT = InputFlags("tangent", LATE_FOREIGN)
-_CONSTANT = InputFlags("constant", FROZEN)
 
 
 KINDS = {
@@ -164,21 +159,21 @@ def trace(sample: Sample) -> Traced:
         tangents = [twin(t, torch.device("cpu")) for t in sample.tangents]
     try:
         with mode:
-            recorded = record_ops(sample.run, (tensors, tangents), TraceLog({}))
-        return _lower(recorded, mode, len(tensors))
+            log = TraceLog({})
+            read = record_ops(sample.run, (tensors, tangents), log)
+        return _lower(log.graph, read, mode, len(tensors))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise Skipped("data", str(error)) from error
     except RuntimeError as error:
         raise Skipped("trace", str(error).split("\n")[0]) from error
 
 
-def _lower(recorded: Trace, mode: FakeTensorMode, tensors: int) -> Traced:
-    graph = recorded.graph
+def _lower(graph: fx.Graph, read: dict[str, torch.Tensor], mode: FakeTensorMode, tensors: int) -> Traced:
     for node in graph.nodes:
         if _draws(node):
             raise Skipped("random", str(node.target))
     graph.eliminate_dead_code(is_impure_node=_must_stay)
-    live = bind_constants(recorded, mode, torch.nn.Module())
+    live = bind_constants(graph, read, mode, torch.nn.Module())
     positions = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     low = OpLowering()
     inputs: dict[int, int] = {}
@@ -188,11 +183,11 @@ def _lower(recorded: Trace, mode: FakeTensorMode, tensors: int) -> Traced:
         position = positions.get(node)
         if position is None:
             if storage_key(node.meta["val"]) not in low.owner:
-                constants[low.add_input(node.meta["val"], _CONSTANT)] = bytes_of(live[str(node.target)])
+                constants[low.add_input(node.meta["val"], "constant", FROZEN)] = bytes_of(live[str(node.target)])
         elif position < tensors:
-            inputs[low.add_input(node.meta["val"], _INPUT)] = position
+            inputs[low.add_input(node.meta["val"], "input", FOREIGN)] = position
         else:
-            tangents[low.add_input(node.meta["val"], _TANGENT)] = position - tensors
+            tangents[low.add_input(node.meta["val"], "tangent", LATE_FOREIGN)] = position - tensors
     lower_ops(graph, low)
     values: dict[int, tuple[Ref, TensorSpec]] = {}
     returned: Any = graph.output_node().args[0]
@@ -207,7 +202,7 @@ def _lower(recorded: Trace, mode: FakeTensorMode, tensors: int) -> Traced:
     if not values:
         raise Skipped("views", "nothing is computed")
     device = Space(0, sum(sum(v.sizes) for v in low.vertices))
-    module = fx.GraphModule(dict(recorded.constants), graph)
+    module = fx.GraphModule(read, graph)
     return Traced(module, TaskGraph("op", (device,), tuple(low.vertices), low.ops), inputs, tangents, constants, values)
 
 

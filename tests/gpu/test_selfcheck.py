@@ -18,9 +18,8 @@ from disco_accel.errors import SelfCheckFailed
 from disco_accel.native.backend import workspace_bytes
 from disco_accel.native.host_backend import HostBackend
 from disco_accel.selfcheck import first_use
-from disco_accel.selfcheck.identity import identity_of, key_of
 from disco_accel.selfcheck.orders import CASES
-from disco_accel.selfcheck.outcome_files import PassedChecks
+from disco_accel.selfcheck.outcome import has_passed, identity_of, key_of
 from disco_accel.selfcheck.self_check import check
 from disco_accel.selfcheck.subject import Subject, make_subject
 from disco_accel.selfcheck.trial import Trial
@@ -102,7 +101,7 @@ def test_the_first_plan_asks_and_a_fault_refuses(
     monkeypatch.setattr(first_use, "_failed", {})
     model(**batch).loss.backward()
     assert stats(model)["steps_compiled"] == 1
-    assert PassedChecks(tmp_path).passed(key_of(identity_of(device)))
+    assert has_passed(str(tmp_path), key_of(identity_of(device)))
 
 
 def test_results_that_are_read_too_early_are_found(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

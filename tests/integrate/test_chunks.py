@@ -19,9 +19,11 @@ from tests.integrate.test_prefill import assert_same_cache, generated, prompt
 from tests.integrate.test_shared_weights import apart
 from tests.support.models import family_lora
 
+pytestmark = pytest.mark.usefixtures("random_order")
+
 
 def config(budget: int | str, chunks: int | str, **keys: Any) -> DiscoConfig:
-    ours = {"memory_budget": budget, "chunks": chunks, "device": "cpu", "plan_cache": None, "dispatch": "random"}
+    ours = {"memory_budget": budget, "chunks": chunks, "device": "cpu", "plan_cache": None}
     return DiscoConfig(**(ours | {"planner": "build"} | keys))
 
 

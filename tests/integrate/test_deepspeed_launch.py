@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from disco_accel.config.settings import CONFIG_FILE_VARIABLE, DS_CONFIG_VARIABLE
 from disco_accel.errors import ConfigError
-from disco_accel.integrate.accelerate.deepspeed_patch import patch_ds_config
+from disco_accel.integrate.accelerate.patches import patch_ds_config
 from disco_accel.integrate.launch import launcher
 from disco_accel.integrate.launch.exit_status import child_status
 from disco_accel.native.host_memory import HostMemory

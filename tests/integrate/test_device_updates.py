@@ -29,7 +29,7 @@ from tests.support.engine_faults import failing, kernels
 from tests.support.interrupts import interrupted
 from tests.support.models import family_full, random_batch
 
-SLOW = {"link_bandwidth": 2e7, "link_latency": 1e-5}
+SLOW = {"link_bandwidth": 2e7}
 """A link on which the state of the tiny models takes tens of milliseconds."""
 
 

@@ -125,10 +125,11 @@ def test_every_gradient_goes_straight_to_its_place() -> None:
         assert not any(v.keep for v in step.plan.vertices if v.id in produced)
 
 
-def test_gradients_of_later_layers_have_left_when_the_backward_ends() -> None:
+def test_gradients_of_later_layers_have_left_when_the_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the trace of a step that runs its vertices one after the other, as the plan has them: each gradient leaves
     right behind its kernel, and all but the last layer's before the last kernel starts."""
-    model = prepared(Layers(), dispatch="synchronous")
+    monkeypatch.setattr(Session, "engine", {"dispatch": "synchronous"})
+    model = prepared(Layers())
     model(ids(0)).backward()
     model.zero_grad()
     step = compiled(model)

@@ -15,7 +15,7 @@ import torch
 
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
-from disco_accel.step.run.session import current_step
+from disco_accel.step.run.session import Session, current_step
 from tests.support.models import random_batch, tiny_lora
 
 AMPLE = 1 << 30
@@ -104,10 +104,11 @@ def test_least_budget_reloads_weights() -> None:
 @pytest.mark.parametrize(
     ("dispatch", "lookahead"), [("priority", 0), ("random", 0), ("random", 2), ("fixed", 2), ("synchronous", 0)]
 )
-def test_any_schedule_gives_the_same_bits(dispatch: str, lookahead: int) -> None:
+def test_any_schedule_gives_the_same_bits(dispatch: str, lookahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan fixes the numbers; dispatch order and look-ahead do not."""
     make = lambda: tiny_lora(checkpointing=True, layers=3)  # noqa: E731
-    model = prepare(make(), config(2 * least_of_three_layers(), dispatch=dispatch, lookahead=lookahead))
+    model = prepare(make(), config(2 * least_of_three_layers(), lookahead=lookahead))
+    monkeypatch.setattr(Session, "engine", {"dispatch": dispatch})
     assert_same(train(model), train(make()))
 
 

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 
 from disco_accel import DiscoCallback, prefill, prepare, stats
 from disco_accel.errors import CaptureError
-from disco_accel.integrate.accelerate.trainer_speed import KEY
+from disco_accel.integrate.accelerate.trainer_runs import KEY
 from disco_accel.observe.log_to_stderr import show_messages
 from disco_accel.step.run import progress_messages, step_plans
 from disco_accel.step.run.session import find_state

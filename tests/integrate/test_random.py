@@ -23,13 +23,14 @@ from tests.integrate.generators import assert_same, assert_same_step, gradients,
 from tests.support.models import family_lora, random_batch
 
 Pair = tuple[torch.nn.Module, torch.nn.Module]
+pytestmark = pytest.mark.usefixtures("random_order")
 
 
 def pair(family: str = "llama", **options: Any) -> Pair:
     """The same model twice, the second one prepared."""
     torch.set_num_threads(1)
     eager = family_lora(family, **{"lora_dropout": 0.1, **options})
-    return eager, prepare(copy.deepcopy(eager), DiscoConfig(memory_budget="4MiB", dispatch="random"))
+    return eager, prepare(copy.deepcopy(eager), DiscoConfig(memory_budget="4MiB"))
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import torch
 
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import CaptureError
+from disco_accel.step.run.session import STATE
 from tests.integrate.generators import gradients
 from tests.integrate.test_buckets import padded
 from tests.support.models import random_batch, tiny_lora
@@ -42,11 +43,11 @@ class Pair:
             memory_budget=rng.choice([400_000, 1 << 30]),
             device="cpu",
             planner=rng.choice(["build", "timed"]),
-            dispatch=rng.choice(["priority", "random"]),
             buckets=BUCKETS,
             plan_cache=None,
         )
         prepare(self.models[0], config)
+        self.models[0].__dict__[STATE].engine = {"dispatch": rng.choice(["priority", "random"])}
         self.optimizers = [torch.optim.AdamW(_trainable(m), lr=1e-2) for m in self.models]
         self.autocast = False
         self.compared = 0

@@ -25,11 +25,12 @@ from tests.integrate.generators import assert_same, assert_same_step, gradients
 from tests.support.models import TEN_FAMILIES, family_full, family_lora, random_batch
 
 BF16, FP32 = torch.bfloat16, torch.float32
+pytestmark = pytest.mark.usefixtures("random_order")
 
 
 def config(devices: int, parallel: str, budget: int | str = "4MiB", **keys: Any) -> DiscoConfig:
     ours = {"device": "cpu", "devices": devices, "parallel": parallel, "memory_budget": budget, "plan_cache": None}
-    return DiscoConfig(**(ours | {"dispatch": "random"} | keys))
+    return DiscoConfig(**(ours | keys))
 
 
 def least(model: torch.nn.Module, devices: int, parallel: str, batch: Mapping[str, Any], **keys: Any) -> Any:
@@ -184,7 +185,7 @@ def test_verify_steps_compares_with_eager_mode(parallel: str) -> None:
 def test_all_weights_are_trained_with_an_optimizer_on_the_host(parallel: str, update: str, tied: bool) -> None:
     """Accumulation and clipping too. Updates of a weight that several devices load are not put off."""
     eager = family_full("qwen3", tie_word_embeddings=tied)
-    keys = {"optimizer": "host", "update": update, "dispatch": "priority"}
+    keys = {"optimizer": "host", "update": update}
     planned = prepare(copy.deepcopy(eager), config(2, parallel, "1GiB", **keys))
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (planned, eager))
     for step in range(3):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from disco_accel import prepare
-from disco_accel.integrate.hf import shared_checkpoint
+from disco_accel.integrate.hf import checkpoint as loader
 from disco_accel.integrate.hf.checkpoint import load_into_arena
 from disco_accel.native import file_keys
 from disco_accel.native.file_arena import FileArena
@@ -52,7 +52,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    monkeypatch.setattr(shared_checkpoint, "read_into", counted("weight", shared_checkpoint.read_into))
+    monkeypatch.setattr(loader, "read_into", counted("weight", loader.read_into))
     monkeypatch.setattr(file_keys, "_read", counted("file", file_keys._read))
     return seen
 

@@ -25,6 +25,7 @@ from tests.integrate.test_several_devices import accumulated, config, kernels_by
 from tests.support.models import family_full, family_lora, random_batch
 
 BF16, FP32 = torch.bfloat16, torch.float32
+pytestmark = pytest.mark.usefixtures("random_order")
 FINE = 3e-6
 """Of gradients in fp32: one device is up to as far from float64."""
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
@@ -105,7 +106,7 @@ def test_a_step_is_that_of_one_device_but_for_rounding(family: str, dtype: torch
 def test_every_schedule_has_the_same_bits(devices: int, dtype: torch.dtype) -> None:
     batch, made = random_batch(), []
     for seed in range(4):
-        planned = prepare(model_for(devices, dtype=dtype), tensor(devices, dispatch="priority"))
+        planned = prepare(model_for(devices, dtype=dtype), tensor(devices))
         run(planned, batch)
         step = step_of(planned)
         options = {"dispatch": "random", "seed": seed, "lookahead": seed % 3}
@@ -242,7 +243,7 @@ def test_prompts_are_read_by_all_devices() -> None:
 def test_trained_weights_are_cut_from_the_whole_ones() -> None:
     """All weights trained, by an optimizer on the host, with accumulation."""
     eager = family_full("qwen3")
-    planned = prepare(copy.deepcopy(eager), tensor(budget="4MiB", optimizer="host", dispatch="priority"))
+    planned = prepare(copy.deepcopy(eager), tensor(budget="4MiB", optimizer="host"))
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=1e-2) for m in (planned, eager))
     for step in range(2):
         for model, optimizer in ((planned, ours), (eager, theirs)):

@@ -89,6 +89,7 @@ _CTRL_C = """
 import torch
 from disco_accel import prepare
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.step.run.session import Session
 from tests.support.interrupts import interrupt_when_waiting, interrupted
 from tests.support.models import tiny_lora
 from tests.integrate.twins import SMALL, assert_same_step, batch, config
@@ -99,7 +100,8 @@ try:
     prepare(tiny_lora(**shape), config(memory_budget="4096"))(**batch())
 except BudgetTooSmall as error:
     least = str(error.needed)
-model = prepare(tiny_lora(**shape), config(memory_budget=least, link_latency=0.005))
+model = prepare(tiny_lora(**shape), config(memory_budget=least))
+Session.engine = {"link_latency": 0.005}
 eager = tiny_lora(**shape)
 
 def backward():

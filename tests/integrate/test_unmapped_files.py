@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from transformers import modeling_utils
 
 from disco_accel.errors import ConfigError
-from disco_accel.integrate.hf.safetensors_file import LazyTensor, stored_tensors
-from disco_accel.integrate.hf.unmapped_files import files_read_unmapped
+from disco_accel.integrate.hf.safetensors_file import files_read_unmapped, stored_tensors
 
 TENSORS = {
     "rows": torch.arange(24, dtype=torch.bfloat16).reshape(4, 6),
@@ -56,7 +55,7 @@ def test_every_tensor_and_slice_is_safetensors_own_and_no_file_is_mapped(file: P
 
 
 def test_a_slice_holds_no_more_than_its_own_bytes(file: Path) -> None:
-    rows = next(LazyTensor(tensor) for tensor in stored_tensors(file) if tensor.name == "rows")
+    rows = next(tensor for tensor in stored_tensors(file) if tensor.name == "rows")
     assert rows[1:2].untyped_storage().nbytes() == 12
 
 

@@ -17,7 +17,7 @@ from disco_accel.capture.parts import frozen_parts
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.run.session import current_step
+from disco_accel.step.run.session import Session, current_step
 from disco_accel.verify.static import verify
 from tests.support.models import family_lora, random_batch
 from tests.support.quantised import FORMS, bnb_experts
@@ -90,7 +90,7 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"budgets": {}, "parts": sorted(packed), "packed": sum(packed.values())}
     for name, budget in {"all": everything, "least": smallest, "half": 0}.items():
         budget = budget or (smallest + result["budgets"]["all"]["peak"]) // 2
-        model = prepare(model_of(case), DiscoConfig(memory_budget=budget, plan_cache=None, dispatch="random"))
+        model = prepare(model_of(case), DiscoConfig(memory_budget=budget, plan_cache=None))
         got, figures, step = train(model), stats(model), current_step(model)
         assert step is not None
         verify(step.graph, step.plan)
@@ -117,4 +117,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    Session.engine = {"dispatch": "random"}
     main()

@@ -17,7 +17,8 @@ from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.cli.main import main
 from disco_accel.errors import ConfigError, SelfCheckFailed
 from disco_accel.native.host_backend import HostBackend
-from disco_accel.selfcheck import command, first_use, identity, outcome_files, self_check
+from disco_accel.selfcheck import first_use, self_check
+from disco_accel.selfcheck import outcome as answers
 from disco_accel.selfcheck.outcome import Difference, Outcome
 from disco_accel.selfcheck.subject import Subject, make_subject
 from disco_accel.step.compile import device_check
@@ -147,7 +148,7 @@ def test_what_changes_between_check_and_use_asks_for_another(
 ) -> None:
     """Another driver or PyTorch, another card behind the same number, other sources: each has an answer of its own."""
     use(tmp_path)
-    real = identity.identity_of
+    real = answers.identity_of
     for module in (first_use, self_check):
         monkeypatch.setattr(module, "identity_of", lambda device: {**real(device), changed: "another"})
     another_process(monkeypatch)
@@ -169,10 +170,10 @@ def test_a_folder_that_was_removed_or_renamed_for_another_device_asks_for_a_chec
     use(tmp_path)
     assert len(checks) == 2
     (kept,) = files(tmp_path)
-    real = identity.identity_of
+    real = answers.identity_of
     for module in (first_use, self_check):
         monkeypatch.setattr(module, "identity_of", lambda device: {**real(device), "uuid": "of another machine"})
-    other = kept.with_name(identity.key_of(first_use.identity_of(CPU)) + ".json")
+    other = kept.with_name(answers.key_of(first_use.identity_of(CPU)) + ".json")
     other.write_bytes(content)
     other.chmod(0o600)
     another_process(monkeypatch)
@@ -182,33 +183,33 @@ def test_a_folder_that_was_removed_or_renamed_for_another_device_asks_for_a_chec
 
 def test_any_flipped_bit_makes_the_file_as_good_as_absent(tmp_path: Path) -> None:
     outcome = Outcome({"device": "a device"}, figures={"link": {"h2d": 2.5e10}}, seconds=1.5)
-    kept, key = outcome_files.PassedChecks(tmp_path), identity.key_of(outcome.identity)
-    assert kept.store(key, outcome) and kept.passed(key)
-    path = kept.path(key)
+    folder, key = str(tmp_path), answers.key_of(outcome.identity)
+    assert answers.store(folder, key, outcome) and answers.has_passed(folder, key)
+    path = answers.answer_path(folder, key)
     sound = path.read_bytes()
     for position in range(len(sound)):
         damaged = bytearray(sound)
         damaged[position] ^= 1 << position % 8
         path.write_bytes(damaged)
-        assert not kept.passed(key), f"byte {position} is {damaged[position : position + 1]!r}"
-    for short in (b"", sound[:-1], sound + b"\n", b"[]", b"{}", b"\xff", b"1" * (outcome_files.MOST_BYTES + 1)):
+        assert not answers.has_passed(folder, key), f"byte {position} is {damaged[position : position + 1]!r}"
+    for short in (b"", sound[:-1], sound + b"\n", b"[]", b"{}", b"\xff", b"1" * (answers.MOST_BYTES + 1)):
         path.write_bytes(short)
-        assert not kept.passed(key)
+        assert not answers.has_passed(folder, key)
     path.write_bytes(sound)
-    assert kept.passed(key)
+    assert answers.has_passed(folder, key)
 
 
 def test_a_file_that_others_can_write_or_that_is_a_link_does_not_count(tmp_path: Path) -> None:
     outcome = Outcome({"device": "a device"})
-    kept, key = outcome_files.PassedChecks(tmp_path), identity.key_of(outcome.identity)
-    kept.store(key, outcome)
-    path = kept.path(key)
+    folder, key = str(tmp_path), answers.key_of(outcome.identity)
+    answers.store(folder, key, outcome)
+    path = answers.answer_path(folder, key)
     path.chmod(0o666)
-    assert not kept.passed(key)
+    assert not answers.has_passed(folder, key)
     path.chmod(0o600)
     aside = path.rename(tmp_path / "aside.json")
     path.symlink_to(aside)
-    assert not kept.passed(key)
+    assert not answers.has_passed(folder, key)
 
 
 def test_a_damaged_file_is_told_and_replaced(
@@ -286,7 +287,7 @@ def test_processes_that_check_at_the_same_time_do_not_hurt_each_other(tmp_path: 
         out, errors = process.communicate(timeout=500)
         assert process.returncode == 0 and out == "passed\n" and "checked again" not in errors, errors
     (kept,) = files(tmp_path)
-    assert outcome_files.PassedChecks(tmp_path).passed(kept.stem)
+    assert answers.has_passed(str(tmp_path), kept.stem)
 
 
 def test_doctor_checks_again_and_ends_with_1_where_that_fails(
@@ -299,14 +300,14 @@ def test_doctor_checks_again_and_ends_with_1_where_that_fails(
     found = json.loads(capsys.readouterr().out)
     assert found["selftest"]["passed"] and found["problems"] == []
     assert len(files(tmp_path)) == 1
-    real = command.check
+    real = self_check.check
 
     def failing(device: torch.device) -> Outcome:
         outcome = real(device)
         outcome.differences.append(Difference("planted", "a loss", "1", "2"))
         return outcome
 
-    monkeypatch.setattr(command, "check", failing)
+    monkeypatch.setattr(self_check, "check", failing)
     assert main(["doctor", "--selftest", "--device", "cpu"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert "planted: a loss is 2 instead of 1" in found["problems"][0] and not found["selftest"]["passed"]

@@ -17,7 +17,7 @@ from disco_accel.selfcheck import orders, self_check
 from disco_accel.selfcheck import trial as trial_module
 from disco_accel.selfcheck.outcome import Outcome
 from disco_accel.selfcheck.self_check import check
-from disco_accel.selfcheck.subject import Results, Subject, make_subject
+from disco_accel.selfcheck.subject import Subject, make_subject
 from disco_accel.selfcheck.trial import Trial
 
 CPU = torch.device("cpu")
@@ -145,13 +145,12 @@ def test_each_case_of_the_order_compares_what_it_ran(
     case: str, monkeypatch: pytest.MonkeyPatch, subject: Subject
 ) -> None:
     """A device that hands out results of another step is found in each case by itself."""
-    caller = orders.Caller.on(CPU)
     with Trial(subject, EngineOptions()) as trial:
         monkeypatch.setattr(orders, "CASES", {case: orders.CASES[case]})
-        assert orders.orders(trial, caller) == []
+        assert orders.orders(trial) == []
         real = trial.gradients
         monkeypatch.setattr(trial, "gradients", lambda: {n: g + 1 for n, g in real().items()})
-        found = orders.orders(trial, caller)
+        found = orders.orders(trial)
     assert {d.part for d in found} == {case} and len(found) >= 12
 
 
@@ -174,9 +173,9 @@ def test_a_device_that_does_not_repeat_its_bits_passes_and_is_still_watched(
     def noisy(found: Mapping[str, torch.Tensor], more: float = 0.0) -> dict[str, torch.Tensor]:
         return {n: g * (1 + more + 1e-3 * torch.randn(g.shape, generator=noise)) for n, g in found.items()}
 
-    def eager(*given: Any) -> Results:
+    def eager(*given: Any) -> dict[str, torch.Tensor]:
         step = real(*given)
-        return Results(step.loss, noisy(step.gradients))
+        return {"loss": step.pop("loss"), **noisy(step)}
 
     monkeypatch.setattr(trial_module, "eager_step", eager)
     monkeypatch.setattr(Trial, "gradients", lambda self: noisy(gradients(self)))

@@ -9,7 +9,7 @@ from accelerate.state import AcceleratorState
 from transformers import TrainerCallback
 
 from disco_accel.config.settings import DiscoConfig
-from disco_accel.integrate.accelerate.dynamo_setting import leave_to_plans
+from disco_accel.integrate.accelerate.patches import leave_to_plans
 from disco_accel.integrate.accelerate.trainer_runs import follow_trainers
 from disco_accel.integrate.prepare import prepare, settle
 from disco_accel.step.placement.distributed import check_engine, config_under

@@ -1,5 +1,6 @@
 """The patches of a training process that a launcher started: every model with an adapter is prepared on its way through
-``Accelerator.prepare``, whether the script is a raw Accelerate loop or uses transformers' Trainer."""
+``Accelerator.prepare``, whether the script is a raw Accelerate loop or uses transformers' Trainer. Configs of DeepSpeed
+lose the keys that plans replace."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from disco_accel.config import settings as configuration
+from disco_accel.config.deepspeed_keys import migrate
 
 logger = logging.getLogger("disco_accel")
 
@@ -64,6 +66,25 @@ def patch_trainer(module: ModuleType) -> None:
     cls._move_model_to_device = move_prepared
 
 
+def patch_ds_config(module: ModuleType) -> None:
+    """Migrate every DeepSpeed config that ``module`` (accelerate.utils.deepspeed) reads.
+
+    Accelerate's plugin and transformers' Trainer both go through its class, for any config that a script names to them.
+    """
+    cls = module.HfDeepSpeedConfig
+    original = cls.set_stage_and_offload
+    if hasattr(original, "_disco"):
+        return
+
+    @functools.wraps(original)
+    def set_stage_and_offload(self: Any) -> None:
+        self.config, _, _ = migrate(self.config)
+        original(self)
+
+    set_stage_and_offload._disco = True  # type: ignore[attr-defined]
+    cls.set_stage_and_offload = set_stage_and_offload
+
+
 def prepare_launched(model: torch.nn.Module, state: Any = None) -> None:
     """Prepare ``model`` under the launcher's config, as ``prepare_for_training`` does.
 
@@ -101,7 +122,6 @@ def prepare_for_training(model: torch.nn.Module, config: configuration.DiscoConf
         ConfigError: the config does not fit this machine, or the run's engine shards weights.
     """
     from disco_accel.integrate import prepare
-    from disco_accel.integrate.accelerate.dynamo_setting import leave_to_plans
     from disco_accel.step.placement.distributed import check_engine, config_under
     from disco_accel.step.run.session import find_state
 
@@ -123,3 +143,18 @@ def prepare_for_training(model: torch.nn.Module, config: configuration.DiscoConf
     prepare.prepare(model, config)
     if state is not None and find_state(model) is not None:
         leave_to_plans(state)
+
+
+def leave_to_plans(accelerate_state: Any) -> None:
+    """Switch off the compilation that an Accelerator would do in ``prepare``: ``torch_compile``, ``dynamo_backend``."""
+    plugin = getattr(accelerate_state, "dynamo_plugin", None)
+    if plugin is None or str(getattr(plugin.backend, "value", plugin.backend)).upper() == "NO":
+        return
+    from accelerate.utils import DynamoBackend
+
+    logger.warning(
+        "torch_compile, dynamo_backend: %s is not applied: plans take its place, and run with eager mode's bits; leave "
+        "it out",
+        getattr(plugin.backend, "value", plugin.backend),
+    )
+    plugin.backend = DynamoBackend.NO

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class DiscoPlugin:
     """``DiscoPlugin(memory_budget="12GiB").prepare(accelerator, model, optimizer, loader)``.
 
-    Does what ``accelerator.prepare`` does, after each model with a trained adapter over frozen weights got its plans.
+    Works as ``accelerator.prepare``, after each model with a trained adapter over frozen weights got its plans.
     Accelerate has no place for plugins of others: ``kwargs_handlers`` takes its own classes alone, so this one takes
     the accelerator. DDP and DeepSpeed (ZeRO stage 0, 1 and 2) stay the accelerator's to set up.
     """

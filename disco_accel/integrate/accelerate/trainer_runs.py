@@ -1,6 +1,6 @@
-"""What ``update: auto`` means in a run of transformers' Trainer: updates are put off where no code of others runs
-between ``optimizer.step()`` and the next forward, since it may read parameters. There clipping leaves its product to
-such updates, too.
+"""Runs of transformers' Trainer: ``update: auto``, clipping, and the seconds of plans. Updates are deferred where no
+code of others runs between ``optimizer.step()`` and the next forward, since it may read parameters. There clipping
+leaves its product to such updates, too.
 
 Looked at before each event of a Trainer's callbacks: one that is added in the middle of training finds its weights
 updated when it is called first.
@@ -9,6 +9,8 @@ updated when it is called first.
 from __future__ import annotations
 
 import functools
+import sys
+import time
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -26,6 +28,10 @@ _TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
 
 _PLAIN_GRADIENTS = ("NO", "MULTI_CPU", "MULTI_GPU")
 """Of accelerate's ``DistributedType``: gradients are plain tensors, whole in each process."""
+
+KEY = "disco_planning_seconds"
+_RUNTIME = "train_runtime"
+_SPEEDS = ("train_samples_per_second", "train_steps_per_second", "train_tokens_per_second")
 
 _running: list[Any] = []
 """Trainers whose ``train()`` has begun and not ended, in this order."""
@@ -63,7 +69,7 @@ def follow_trainers(module: ModuleType) -> None:
 
 
 def _clip_in_updates(cls: Any) -> None:
-    """From now on the ``Accelerator`` of a Trainer leaves the product of clipping to updates that are put off."""
+    """From now on the ``Accelerator`` of a Trainer leaves the product of clipping to deferred updates."""
     clip = cls.clip_grad_norm_
 
     @functools.wraps(clip)
@@ -116,7 +122,7 @@ def _end(trainer: Any, error: BaseException | None = None) -> None:
 
 
 def _reasons(trainer: Any) -> Iterator[str]:
-    """What of others may run between a step and the next forward, named for the user."""
+    """Code of others that may run between a step and the next forward, named for the user."""
     cls = type(trainer)
     if not _known(cls) and not (_package(cls) == "trl" and cls.__name__ in _TRL):
         yield f"trainer {cls.__qualname__} ({cls.__module__})"
@@ -138,3 +144,41 @@ def _known(cls: type) -> bool:
 
 def _package(cls: type) -> str:
     return cls.__module__.partition(".")[0]
+
+
+def keep_planning_apart() -> None:
+    """From now on ``Trainer.log`` counts ``train_runtime`` and the speeds of a prepared model without the seconds in
+    which plans were made, which it logs as ``disco_planning_seconds``; their sum is the time on the clock.
+
+    For a Trainer that is imported already: called when a plan is made, by a training that runs. Trainer treats the time
+    that it takes to prepare a model for evaluation in the same way.
+    """
+    module = sys.modules.get("transformers.trainer")
+    if module is None or hasattr(module.Trainer.log, "_disco"):
+        return
+    log = module.Trainer.log
+
+    @functools.wraps(log)
+    def log_apart(self: Any, logs: dict[str, Any], start_time: float | None = None) -> None:
+        state = find_state(self.model)
+        if state is not None and start_time is not None:
+            planning = state.reports.messages.seconds_since(start_time)
+            if round(planning, 4) != getattr(self, "_disco_logged", 0.0):
+                self._disco_logged = logs[KEY] = round(planning, 4)
+            start_time += planning
+        elif state is not None and _RUNTIME in logs:
+            _without(logs, state.reports.messages.seconds_since(time.time() - logs[_RUNTIME]))
+        log(self, logs, start_time)
+
+    log_apart._disco = True  # type: ignore[attr-defined]
+    module.Trainer.log = log_apart
+
+
+def _without(metrics: dict[str, Any], planning: float) -> None:
+    """``metrics`` of a whole training, as if it had taken so many seconds less. In place: they are its result too."""
+    runtime = metrics[_RUNTIME]
+    if not 0 < planning < runtime:
+        return
+    metrics[_RUNTIME] = round(runtime - planning, 4)
+    metrics |= {name: round(metrics[name] * runtime / (runtime - planning), 3) for name in _SPEEDS if name in metrics}
+    metrics[KEY] = round(planning, 4)

@@ -16,7 +16,8 @@ from disco_accel.native.host_memory import HostMemory, footprint, give_back_free
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 """glibc's mallopt(3)."""
 _LOW_THRESHOLD, _HIGHEST_THRESHOLD = 1 << 20, 32 << 20
-"""Bytes from which on each allocation is a mapping of its own. It goes up with what is freed, to the second one."""
+"""Bytes from which on each allocation is a mapping of its own. It rises with the size of freed mappings, to the second
+one."""
 _TRIM_EVERY = 1 << 20
 """Bytes."""
 
@@ -73,8 +74,8 @@ class _Adopter:
 def freed_at_once() -> Iterator[None]:
     """Inside, large tensors go back to the operating system when they are freed.
 
-    Those that a weight is made from come in many sizes and leave holes in the heap into which the next ones do not fit:
-    by and by these would hold as much as the checkpoint. After it the thresholds are those that they rise to anyway.
+    Those that a weight is made from come in many sizes and leave holes in the heap into which the next ones do not fit.
+    By and by these would hold as much as the checkpoint. After it the thresholds are those that they rise to anyway.
     """
     glibc("mallopt", _MMAP_THRESHOLD, _LOW_THRESHOLD)
     give_back_freed()

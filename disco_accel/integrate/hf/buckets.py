@@ -1,7 +1,7 @@
 """Batches of many lengths, padded on the right up to few, so that few plans serve them all.
 
-In a causal model no token sees what stands to its right, so padding there changes no other token's value; labels of
--100 keep it out of the loss. Where that cannot be told of a model or a batch, the batch stays as it is.
+In a causal model no token sees those to its right, so padding there changes no other token's value; labels of -100 keep
+it out of the loss. Where that cannot be told of a model or a batch, the batch stays as it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CAUSAL_LMS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 class Buckets:
-    """Which length each batch of one model is padded to, and what came of it."""
+    """Which length each batch of one model is padded to, with counts of all batches."""
 
     def __init__(self, setting: str | tuple[int, ...]) -> None:
         """``setting``: auto, off, or lengths in ascending order."""
@@ -92,7 +92,7 @@ class Buckets:
         }
 
     def summarise(self, plans: int, hits: int, steps: int) -> None:
-        """Say once, after enough steps, what bucketing does to this training."""
+        """Say once, after enough steps, the figures of bucketing in this training."""
         if self._steps == _STEPS_BEFORE_SUMMARY:
             self._say(
                 f"buckets: {len(self._lengths)} lengths run from {plans} plans, {hits / max(1, steps):.0%} of steps "
@@ -137,7 +137,7 @@ def _position_limit(model: torch.nn.Module) -> int | None:
 
 
 def _model_obstacles(model: torch.nn.Module) -> Iterator[str]:
-    """Why padding on the right might change what the model says of other tokens."""
+    """Why padding on the right might change the model's results for other tokens."""
     if any(getattr(c, "is_prompt_learning", False) for c in getattr(model, "peft_config", {}).values()):
         yield "prompt tuning puts tokens of its own before each row"
     base = base_model(model)

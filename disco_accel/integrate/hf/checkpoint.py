@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,13 @@ from disco_accel.errors import ConfigError
 from disco_accel.integrate.hf.checkpoint_files import checkpoint_tensors, dtype_of
 from disco_accel.integrate.hf.packed_checkpoint import has_loader, load_packed
 from disco_accel.integrate.hf.safetensors_file import StoredTensor, conversion_buffer, opened, read_into
-from disco_accel.integrate.hf.shared_checkpoint import read_shared
+from disco_accel.native.file_arena import FileArena
+from disco_accel.native.file_keys import key_of_file
 from disco_accel.native.host_memory import HostMemory
-from disco_accel.native.rendezvous import NotSharedError
+from disco_accel.native.rendezvous import NotSharedError, Rendezvous
+from disco_accel.native.shared_copies import layout_of, room_for, shared_copy
+from disco_accel.observe.log_to_stderr import say_everywhere
+from disco_accel.sizes import format_size
 from disco_accel.step.placement.model_placement import keep_arena
 
 logger = logging.getLogger("disco_accel")
@@ -36,18 +43,18 @@ def load_into_arena(
 ) -> Any:
     """The causal language model of a local checkpoint, its weights in a host arena that ``prepare`` uses as it is.
 
-    ``dtype`` is a torch name, or ``auto``: the config's, else the first weight's. As from ``from_pretrained``, it is
-    in eval mode, tied weights are tied, buffers have their values. ``quantization_config`` is transformers' and packs
-    each weight on the host once it is read; packed checkpoints are read as they are. None where only
-    ``from_pretrained`` can load the checkpoint: packed weights of a library without a ``quant_method`` in
-    ``quantised/``, checkpoints without a form whose tensors are not the model's parameters one by one, and those whose
-    config names the file of the weights (``transformers_weights``).
+    ``dtype`` is a torch name, or ``auto``: the config's, else the first weight's. As from ``from_pretrained``, it is in
+    eval mode, tied weights are tied, buffers have their values. ``quantization_config`` is transformers' and packs each
+    weight on the host once it is read; packed checkpoints are read as they are. None where only ``from_pretrained`` can
+    load the checkpoint. That is so for packed weights of a library without a ``quant_method`` in ``quantised/``, and
+    for plain tensors that are not the model's parameters one by one. It is so where the config names the file of the
+    weights (``transformers_weights``), too.
 
     With ``shared``, the folder where processes of this user meet (``shared_weights_folder``), weights that are not
     packed lie in a copy that all of them map: it is read from the files once.
 
     Raises:
-        ConfigError: a file is missing, cut short or malformed, a tensor has another shape than the config says, the
+        ConfigError: a file is missing, cut short or malformed, or a tensor has another shape than the config says. The
             parts of a packed weight do not fit each other, or the library that packs is not installed.
     """
     directory = Path(directory)
@@ -114,10 +121,47 @@ def _in_shared_memory(
     if shared is None:
         return None
     try:
-        return read_shared(sources, current, shared)
+        return _read_shared(sources, current, shared)
     except NotSharedError as error:
         logger.warning("share_weights: this process keeps frozen weights of its own: %s", error)
         return None
+
+
+def _read_shared(
+    sources: list[StoredTensor], current: list[torch.Tensor], folder: Path
+) -> tuple[FileArena, list[torch.Tensor]]:
+    """A tensor for each of ``current``, laid out alike and contiguous, with the bytes of the same of ``sources``.
+
+    ``folder``: where processes meet. Read from the files, unless another process holds a copy of them.
+
+    Raises:
+        ConfigError: a file ends too early; the folder is another user's, a link, or open to others.
+        NotSharedError: nothing can be shared here.
+    """
+    meeting = Rendezvous(folder)
+    files = sorted({source.file for source in sources})
+    keys = {file: key_of_file(file, meeting, say_everywhere) for file in files}
+    rows = [[keys[s.file], s.offset, s.nbytes, str(s.dtype)] for s in sources]
+    text = json.dumps(["checkpoint", layout_of(current), rows])
+    key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    # Along the files; the same in every process, because the key has it.
+    order = sorted(range(len(sources)), key=lambda i: rows[i][:2])
+    placed, room = list(current), room_for(current)
+
+    def unchanged(_: list[torch.Tensor]) -> bool:
+        return all(key_of_file(file, meeting, logger.info) == keys[file] for file in files)
+
+    with ExitStack() as open_files, shared_copy(folder, key, room, unchanged, say_everywhere, logger.warning) as copy:
+        descriptors = {file: open_files.enter_context(opened(file)) for file in files} if copy.is_new else {}
+        buffer = conversion_buffer()
+        for i in order:
+            tensor = current[i]
+            if copy.is_new:
+                tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
+                read_into(descriptors[sources[i].file], sources[i], tensor, buffer)
+            placed[i] = copy.put(tensor)
+    logger.info("share_weights: %s of the checkpoint, shared: %s", format_size(room), copy.origin)
+    return copy.arena, placed
 
 
 def _in_own_memory(sources: list[StoredTensor], current: list[torch.Tensor]) -> tuple[HostMemory, list[torch.Tensor]]:

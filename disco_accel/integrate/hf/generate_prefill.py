@@ -26,11 +26,11 @@ logger = logging.getLogger("disco_accel")
 _PATCH = "_disco_generation"
 _PREFILL = "_prefill"
 _CANDIDATES = "_get_candidate_generator"
-"""What transformers' assisted and prompt-lookup decoding call first."""
+"""The first methods that transformers' assisted and prompt-lookup decoding call."""
 
 
 class _PatchedPrefill:
-    """What the patched method of a model needs to know; a copy of the model gets none."""
+    """The state of a model's patched method; a copy of the model gets none."""
 
     def __init__(self, state: Session, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
         self.state = state

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.integrate.accelerate.trainer_speed import keep_planning_apart
+from disco_accel.integrate.accelerate.trainer_runs import keep_planning_apart
 from disco_accel.integrate.hf.batch_parts import in_parts
 from disco_accel.integrate.hf.buckets import Buckets
 from disco_accel.integrate.hf.tensor_plan import tensor_plan
@@ -18,7 +18,6 @@ from disco_accel.step.run.frontend import ContextFactory
 from disco_accel.step.run.observer import Observer
 from disco_accel.step.run.output_usage import Outputs
 from disco_accel.step.run.reports import RunCounts
-from disco_accel.step.run.session import find_state
 
 _FUSED_HEAD = ("log_probs", "entropy", "is_top1", "label_mask")
 
@@ -55,11 +54,11 @@ class HuggingFace:
         return tensor_plan(model, count)
 
     def observer(self, counts: RunCounts) -> Observer:
-        """Says what bucketing does, and keeps the time that plans take out of a Trainer's speed."""
+        """Reports the figures of bucketing, and keeps the time that plans take out of a Trainer's speed."""
         return _Observer(self.buckets, counts)
 
     def stats(self) -> dict[str, Any]:
-        """What came of bucketing."""
+        """The figures of bucketing."""
         return {"buckets": self.buckets.as_dict()}
 
 
@@ -68,9 +67,9 @@ class _Observer(Observer):
         self._buckets, self._counts = buckets, counts
 
     def on_step(self, step: CompiledStep) -> None:
-        """Say once, after enough steps, what bucketing does."""
+        """Say once, after enough steps, the figures of bucketing."""
         self._buckets.summarise(self._counts.plans, self._counts.plan_hits, self._counts.steps_compiled)
 
     def on_plan(self, step: CompiledStep) -> None:
         """Keep the time that the plan took out of a Trainer's speed."""
-        keep_planning_apart(find_state)
+        keep_planning_apart()

@@ -44,12 +44,12 @@ def _held(layer: object) -> tuple[torch.Tensor, ...]:
 
 
 def windows_of(cache: DynamicCache) -> Windows:
-    """What kind of layers ``cache`` has."""
+    """The windows of the layers of ``cache``."""
     return tuple(int(getattr(layer, "sliding_window", 0)) for layer in cache.layers)
 
 
 class TracedCache(DynamicCache):
-    """A cache with the contents of another that clones what a forward adds: ``added``, by the names of ``fill``."""
+    """A cache with the contents of another that clones a forward's additions: ``added``, by the names of ``fill``."""
 
     def __init__(self, past: Past, windows: Windows, length: int) -> None:
         """``length``: tokens so far, which a layer with a window may have forgotten."""
@@ -80,7 +80,7 @@ class TracedCache(DynamicCache):
 
 
 def fill(cache: DynamicCache, tensors: Mapping[str, torch.Tensor], tokens: int) -> None:
-    """Add ``tokens`` new tokens to ``cache``: what ``TracedCache.added`` named, now with values.
+    """Add ``tokens`` new tokens to ``cache``: the tensors that ``TracedCache.added`` named, now with values.
 
     The tensors of a layer, which own their storages, are emptied as soon as they are in the cache.
     """

@@ -41,7 +41,7 @@ _UNPLANNED = ("labels", "output_attentions", "output_hidden_states", "output_rou
 def planned_forward(
     state: Session, model: torch.nn.Module, forward: Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> CausalLMOutputWithPast:
-    """What ``forward(**kwargs)`` returns, run from a plan of its shapes. ``model``: the one that was prepared.
+    """The result of ``forward(**kwargs)``, run from a plan of its shapes. ``model``: the one that was prepared.
 
     ``kwargs`` are those of a Hugging Face causal language model, a DynamicCache in ``past_key_values`` among them,
     which gets the keys and values; ``logits`` are (batch, 1, vocabulary), of the last position.
@@ -96,7 +96,7 @@ def _tokens(batch: Mapping[str, Any]) -> int:
 
 
 def traced_forward(forward: Callable[..., Any]) -> Forward:
-    """``forward`` in terms of tensors: from ``prefill_batch`` to the last logits and what the cache gets."""
+    """``forward`` in terms of tensors: from ``prefill_batch`` to the last logits and the new tensors of the cache."""
 
     def traced(**batch: Any) -> dict[str, torch.Tensor]:
         cache = TracedCache(*(batch.pop(name) for name in _CACHE))

@@ -1,6 +1,10 @@
-"""What a safetensors file says about itself, checked before a byte of it is used; and its tensors, read in place.
+"""The tensors of a safetensors file: its header, checked before a byte of it is used, and reads without a mapping.
 
 The format: eight bytes with the length of a JSON header, the header (name → dtype, shape, data_offsets), the data.
+
+Pages of a mapped file count as resident memory of the process that has read them, beside the weights made of them. Such
+a load has the whole checkpoint twice at its peak, so transformers reads files here too, in one thread and for the time
+of one load.
 """
 
 from __future__ import annotations
@@ -8,16 +12,20 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import modeling_utils
 
+from disco_accel.capture.thread_patches import patched
 from disco_accel.errors import ConfigError
 
+_OPENER = "safe_open"
 _PREFIX = 8
 _LARGEST_HEADER = 100_000_000
 _CHUNK = 4 << 20
@@ -40,7 +48,10 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a file: ``nbytes`` bytes at ``offset`` from the file's start, contiguous."""
+    """One tensor of a file: ``nbytes`` bytes at ``offset`` from the file's start, contiguous.
+
+    It stands for a slice of safetensors' where transformers loads a model, and is read each time it is indexed.
+    """
 
     file: Path
     name: str
@@ -55,6 +66,25 @@ class StoredTensor:
         with opened(self.file) as descriptor:
             read_into(descriptor, self, read, read)
         return read
+
+    def get_shape(self) -> list[int]:
+        """Its sizes."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Its data type in the file's words, such as ``BF16``."""
+        return next(name for name, dtype in _DTYPES.items() if dtype is self.dtype)
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        """The tensor at ``key``, which PyTorch's indexing takes, aligned and in memory of its own.
+
+        Raises:
+            ConfigError: the file ends too early or cannot be read.
+            IndexError: ``key`` is outside the tensor.
+        """
+        read = self.read()
+        # A part is copied, because a view would hold the whole.
+        return read if key is Ellipsis else read[key].clone()
 
 
 def stored_tensors(file: Path) -> list[StoredTensor]:
@@ -162,30 +192,58 @@ def _read(descriptor: int, stored: StoredTensor, offset: int, target: torch.Tens
         done += got
 
 
-@dataclass(frozen=True, slots=True)
-class LazyTensor:
-    """A tensor of a file that is read each time it is indexed: what transformers uses of safetensors' slices.
+@contextmanager
+def files_read_unmapped(stored: Iterable[StoredTensor]) -> Iterator[None]:
+    """Inside, the files of ``stored`` are read tensor by tensor where transformers opens them to load a model.
 
-    Nothing is mapped: pages of a mapped file would stay in memory beside the weights.
+    Other threads, other files and other devices than the CPU get safetensors' own ``safe_open``. Where a later
+    transformers opens files by another name, all do: the bits are the same, and the files are mapped.
     """
+    if not hasattr(modeling_utils, _OPENER):
+        yield
+        return
+    files: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+    for tensor in stored:
+        files[os.path.realpath(tensor.file)][tensor.name] = tensor
 
-    stored: StoredTensor
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(filename: Any, framework: Any = "pt", device: Any = "cpu", **options: Any) -> Any:
+            tensors = files.get(os.path.realpath(filename))
+            if tensors is None or framework not in ("pt", "torch", "pytorch") or str(device) != "cpu":
+                return original(filename, framework=framework, device=device, **options)
+            return _UnmappedFile(tensors, lambda: original(filename, framework=framework, device=device, **options))
 
-    def get_shape(self) -> list[int]:
-        """Its sizes."""
-        return list(self.stored.shape)
+        return opened
 
-    def get_dtype(self) -> str:
-        """Its data type in the file's words, such as ``BF16``."""
-        return next(name for name, dtype in _DTYPES.items() if dtype is self.stored.dtype)
+    with patched(modeling_utils, _OPENER, make):
+        yield
 
-    def __getitem__(self, key: Any) -> torch.Tensor:
-        """The tensor at ``key``, which PyTorch's indexing takes, aligned and in memory of its own.
 
-        Raises:
-            ConfigError: the file ends too early or cannot be read.
-            IndexError: ``key`` is outside the tensor.
-        """
-        read = self.stored.read()
-        # A part is copied, because a view would hold the whole.
-        return read if key is Ellipsis else read[key].clone()
+class _UnmappedFile:
+    """An open file for transformers: its tensors by name; all other attributes are the mapped file's, once it is
+    asked."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], mapped: Callable[[], Any]) -> None:
+        self._tensors = tensors
+        self._mapped = mapped
+
+    def __enter__(self) -> _UnmappedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open between two reads."""
+
+    def keys(self) -> list[str]:
+        """Names of the tensors, in safetensors' order."""
+        return sorted(self._tensors)
+
+    def get_slice(self, name: str) -> Any:
+        """The tensor ``name``, read each time it is indexed. Raises safetensors' error for a name not in the file."""
+        return self._tensors[name] if name in self._tensors else self._mapped().get_slice(name)
+
+    def get_tensor(self, name: str) -> Any:
+        """The tensor ``name``, read whole. Raises as ``get_slice``, and ConfigError."""
+        return self.get_slice(name)[...]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mapped(), name)

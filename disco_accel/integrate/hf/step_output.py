@@ -1,31 +1,19 @@
-"""What a planned training step returns in place of the model's own output."""
+"""The output of a planned training step, in place of the model's own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from transformers.utils.generic import ModelOutput
 
-
-class Reader(Protocol):
-    """Finds what a step was not planned to return, and is told what is read of the rest."""
-
-    def __call__(self, name: str) -> Any:
-        """A field by its name. Raises AttributeError if there is none."""
-
-    def fields(self) -> tuple[str, ...]:
-        """The names of all fields, in their order; none where the model returns something that has none."""
-
-    def returned(self, name: str) -> None:
-        """A field that the step was planned to return is read."""
-
+from disco_accel.step.run.rerun import Rerun
 
 _READER = "_disco_reader"
-_Spec = tuple[tuple[str, ...], Reader | None]
+_Spec = tuple[tuple[str, ...], Rerun | None]
 
 
 class _NotByItsFields:
@@ -39,10 +27,10 @@ class _NotByItsFields:
 class StepOutput(_NotByItsFields, ModelOutput):
     """The values that a step was planned to return, by field of the model's own output.
 
-    Any other field is found by one more forward when it is first read. Who does so again gets it planned.
+    Any other field is found by one more forward when it is first read; a second read gets it planned.
     """
 
-    def __init__(self, values: Mapping[str, torch.Tensor], reader: Reader | None = None) -> None:
+    def __init__(self, values: Mapping[str, torch.Tensor], reader: Rerun | None = None) -> None:
         """``reader``: finds a field that is not in ``values``."""
         for name, value in values.items():
             self[name] = value
@@ -75,7 +63,7 @@ class StepOutput(_NotByItsFields, ModelOutput):
         return self[picked] if isinstance(picked, str) else tuple(self[name] for name in picked)
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """What the model's own output has, in its order."""
+        """The fields of the model's own output, in its order."""
         return tuple(self[name] for name in self._names())
 
     def _names(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ def tensor_plan(model: torch.nn.Module, count: int) -> dict[str, int]:
     """Name of a weight, as in ``model.named_parameters()``, → the dimension along which ``count`` devices cut it.
 
     A column-wise layer has a part of its outputs on each device, and so has its adapter's B; a row-wise one a part of
-    its inputs, and so has its adapter's A. What is in no plan is whole on every device.
+    its inputs, and so has its adapter's A. A weight that is in no plan is whole on every device.
 
     Raises:
         CaptureError: another family, heads or sizes that ``count`` does not divide, packed weights.

@@ -1,4 +1,5 @@
-"""What Hugging Face models need around a trace, as context managers that capture enters without knowing them."""
+"""Changes that Hugging Face models need around a trace, as context managers that capture enters without knowing
+them."""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ def _checkpointed_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextmanager
 def _marked_checkpointing(segments: list[torch.nn.Module]) -> Iterator[None]:
-    """Let the user's own functions checkpoint these modules, and note what is forward, recompute and backward."""
+    """Let the user's own functions checkpoint these modules, and mark forward, recomputation and backward."""
     with ExitStack() as stack:
         if segments:
             stack.enter_context(marked_below())

@@ -9,7 +9,7 @@ from types import TracebackType
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExtensionError
 
 USER_ERRORS = (ConfigError, CaptureError, BudgetTooSmall, ExtensionError)
-"""What the user can put right; every other error keeps its traceback."""
+"""Errors that the user can put right; every other error keeps its traceback."""
 
 BAD_INPUT = 2
 _CHILD_SPOKE = (BAD_INPUT, 130)

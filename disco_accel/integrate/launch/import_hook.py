@@ -1,4 +1,4 @@
-"""What importing torch sets off: the entry point that lets stock ``accelerate launch`` know our section.
+"""The entry point that importing torch calls: it lets stock ``accelerate launch`` know our section.
 
 torch calls ``autoload`` at the end of its own import (entry point group ``torch.backends``). In nearly every process
 that costs one environment look-up. In an ``accelerate launch`` whose config file has a ``disco_config`` section, and in
@@ -87,7 +87,7 @@ _after_import = AfterImport()
 
 
 def autoload() -> None:
-    """What the entry point of the ``torch.backends`` group calls. Never raises: a fault must not break torch."""
+    """Called by the entry point of the ``torch.backends`` group. Never raises: a fault must not break torch."""
     try:
         from disco_accel.config import settings
 
@@ -104,8 +104,7 @@ def autoload() -> None:
 def activate() -> None:
     """Make this process train under the launcher's config file: patch accelerate and Trainer, now or once imported."""
     from disco_accel.config import settings
-    from disco_accel.integrate.accelerate.deepspeed_patch import patch_ds_config
-    from disco_accel.integrate.accelerate.patches import patch_accelerator
+    from disco_accel.integrate.accelerate.patches import patch_accelerator, patch_ds_config
     from disco_accel.integrate.launch import exit_status
     from disco_accel.observe.log_to_stderr import show_messages
 
@@ -137,10 +136,9 @@ def patch_launcher() -> None:
 def is_our_launch(argv: Sequence[str], orig_argv: Sequence[str] = ()) -> bool:
     """Whether this command line is an ``accelerate launch`` that concerns us.
 
-    It is when a file given to ``--config`` or ``--config_file`` has a line that starts like our section or a key of
-    it, when one given to ``--config`` (which accelerate does not know) is missing, or when it runs
-    ``-m disco_accel.run``.
-    Cheap and generous on purpose: accelerate's own parser then decides which options are its own.
+    It is when a file given to ``--config`` or ``--config_file`` has a line that starts like our section or a key of it.
+    It is when one given to ``--config`` (which accelerate does not know) is missing, or when it runs ``-m
+    disco_accel.run``. Cheap and generous on purpose: accelerate's own parser then decides which options are its own.
     """
     program = os.path.basename(argv[0]) if argv else ""
     # Under ``python -m`` argv[0] is still "-m" while the package is imported.

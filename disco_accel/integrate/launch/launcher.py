@@ -83,11 +83,11 @@ def _use_ds_config(args: Any) -> None:
         raise ConfigError("launch: --cpu does not work with --ds_config; leave it out, DeepSpeed finds the device")
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError("launch: --ds_config needs DeepSpeed; pip install 'disco-accel[deepspeed]'")
-    migration = migrate(read_ds_config(args.ds_config), args.ds_config)
-    DiscoConfig.from_env(DiscoConfig.from_dict(migration.section, f"{args.ds_config}: {SECTION}"))
-    if args.config_file is not None and migration.section:
+    _, planned, section = migrate(read_ds_config(args.ds_config), args.ds_config)
+    DiscoConfig.from_env(DiscoConfig.from_dict(section, f"{args.ds_config}: {SECTION}"))
+    if args.config_file is not None and section:
         raise ConfigError(f"launch: {args.ds_config} has a {SECTION} object and {args.config_file} too; keep one")
-    for line in migration.planned:
+    for line in planned:
         sys.stderr.write(f"disco-accel: {line}\n")
     set_ds_config_file(args.ds_config)
     args.use_deepspeed, args.deepspeed_config_file = True, args.ds_config

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from disco_accel.capture.captured_step import CapturedStep
-from disco_accel.capture.traced_step import TracedStep
+from disco_accel.capture.captured_step import CapturedStep, TracedStep
 from disco_accel.decompose.decomposition import over_devices
 from disco_accel.decompose.micro_batches import StepOnParts, on_parts
 from disco_accel.decompose.tensor.propagate import of_one_rank

@@ -84,8 +84,9 @@ def _leave(visits: Visits, module: torch.nn.Module, _arguments: Any, _output: An
 
 
 def _bring_states(visits: Visits, module: torch.nn.Module) -> None:
-    for state in list(states_of(module)):
-        visits.swap(state.table, state.key, visits.bring(state.table[state.key], rebuilt_state))
+    table = vars(module)
+    for key, _ in list(states_of(module)):
+        visits.swap(table, key, visits.bring(table[key], rebuilt_state))
 
 
 def visitor_of(

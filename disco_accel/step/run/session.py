@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -109,6 +110,9 @@ class ModelCalls:
 
 class Session:
     """All that ``prepare`` keeps for one model. No part of it knows the whole; functions that run a step do."""
+
+    engine: Mapping[str, Any] = MappingProxyType({})
+    """Options of the engine that tests and benchmarks set, for steps that are compiled from then on."""
 
     def __init__(self, model: torch.nn.Module, config: DiscoConfig, frontend: Frontend, *, trains: bool = True) -> None:
         show_messages(config.quiet)
