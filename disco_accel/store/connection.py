@@ -58,9 +58,8 @@ class Channel:
         self._pid = os.getpid()
         self._sending = threading.Lock()
         self._told: deque[bytes] = deque()
-        # Reentrant: a finalizer in the middle of a call may find that the store has ended.
-        self._state = threading.RLock()
-        self._turn = threading.Condition(self._state)
+        # Its lock is reentrant: a finalizer in the middle of a call may find that the store has ended.
+        self._turn = threading.Condition()
         self._reading = False
         self._number = 0
         self._replies: dict[int, tuple[Reply, int | None] | None] = {}
@@ -76,7 +75,7 @@ class Channel:
             StoreGone: the store has ended.
         """
         self.check()
-        with self._state:
+        with self._turn:
             # 0 is the number of requests without one.
             self._number = number = self._number % 0xFFFFFFFF + 1
             self._replies[number] = None
@@ -87,7 +86,7 @@ class Channel:
             self._send_told()
             reply, file = self._wait(number)
         except BaseException:
-            with self._state:
+            with self._turn:
                 late = self._replies.pop(number, None)
                 if late is None and self._gone is None:
                     self._abandoned[number] = request.opcode
@@ -137,7 +136,7 @@ class Channel:
         self._gone = "this connection belongs to the process that forked this one"
 
     def _end(self, why: str) -> None:
-        with self._state:
+        with self._turn:
             if self._gone is None:
                 self._gone = (
                     f"the store at {self.path} is gone: {why}. Tensors that it gave stay readable; connect again once "
@@ -191,7 +190,7 @@ class Channel:
     def _wait(self, number: int) -> tuple[Reply, int | None]:
         """The reply of that number: read here, or by another thread that waits for its own."""
         while True:
-            with self._state:
+            with self._turn:
                 while (found := self._replies[number]) is None and self._reading and self._gone is None:
                     self._turn.wait()
                 if found is not None:
@@ -203,7 +202,7 @@ class Channel:
             try:
                 self._receive()
             finally:
-                with self._state:
+                with self._turn:
                     self._reading = False
                     if self._gone is not None:
                         self._socket.close()
@@ -233,7 +232,7 @@ class Channel:
                 os.close(file)
             self._end(str(error))
             return
-        with self._state:
+        with self._turn:
             if reply.number in self._replies:
                 self._replies[reply.number] = (reply, file)
                 return

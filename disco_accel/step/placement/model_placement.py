@@ -88,7 +88,7 @@ class Placement:
         """Around a forward of the model's own: as ``StreamedEager.visiting`` where tensors visit a device."""
         model = self._model()
         assert model is not None
-        with kept_order(model), contextlib.nullcontext() if self._streamed is None else self._streamed.visiting():
+        with kept_order(model), contextlib.nullcontext() if self._streamed is None else self._streamed.visiting(model):
             yield
 
     def batch(self, arguments: Any) -> Any:
@@ -265,7 +265,7 @@ class Placement:
         """Give what ``apply`` moved a storage of its own where it was, values kept."""
         model = self._model()
         if self._streamed is not None:
-            self._streamed.remove()
+            self._streamed.remove(model)
             self._streamed = None
             if model is not None:
                 del model.__dict__["_apply"]

@@ -36,7 +36,6 @@ class StreamedEager:
         """``visit``: the tensor as a forward needs it, or the same object where it lies right already. ``plain``:
         tensors in attributes of modules that visit, besides parameters and buffers."""
         self._handles: list[Any] = []
-        self._model = weakref.ref(model)
         self._visits = Visits(visit, model, plain)
         for module in model.modules():
             if module is not model and _has_tensors(module):
@@ -54,10 +53,8 @@ class StreamedEager:
         return self._visits.addresses
 
     @contextmanager
-    def visiting(self) -> Iterator[None]:
+    def visiting(self, model: torch.nn.Module) -> Iterator[None]:
         """Around a forward of the model's own."""
-        model = self._model()
-        assert model is not None
         with within_segments(self._visits.forward), self._visits.forward(model):
             _bring_states(self._visits, model)
             yield
@@ -70,11 +67,10 @@ class StreamedEager:
         """Around what reads tensors where they are, such as a plan, though a forward of a module may run around it."""
         return self._visits.hidden()
 
-    def remove(self) -> None:
-        """Take hooks and tables off again."""
+    def remove(self, model: torch.nn.Module | None) -> None:
+        """Take hooks and tables off ``model``, if it is still there."""
         for handle in self._handles:
             handle.remove()
-        model = self._model()
         for attributes in [vars(module) for module in model.modules()] if model is not None else []:
             for name in TABLES:
                 if isinstance(attributes[name], VisitingTable):

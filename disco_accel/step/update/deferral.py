@@ -87,7 +87,7 @@ class Deferral:
         self._watch: WatchedTensors | None = None
         """The parameters and gradients of the pending update, which nobody may write to."""
         self._away, self._clipped = GradientsAway(), ClippedGradients()
-        self._torn, self._hooks = TornStates(model), SettlingHooks(model, self)
+        self._torn, self._hooks = TornStates(), SettlingHooks(model, self)
         _deferring.add(self)
         _hook_all_optimizers()
 
@@ -163,7 +163,7 @@ class Deferral:
 
     def loads(self, loaded: torch.nn.Module | torch.optim.Optimizer) -> None:
         """``loaded`` is about to load weights or moments: all of its own, if it is the model itself or an optimizer."""
-        self._torn.loads(loaded)
+        self._torn.loads(loaded, self._ours.model())
         if not self._torn.weights:
             self.settle()
 

@@ -17,8 +17,7 @@ _TORN = (
 class TornStates:
     """Those of one model and its optimizers, until they load others."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self) -> None:
         self._weights = False
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Those whose moments are torn."""
@@ -35,9 +34,9 @@ class TornStates:
         if optimizer is not None:
             self._optimizers.add(optimizer)
 
-    def loads(self, loaded: torch.nn.Module | torch.optim.Optimizer) -> None:
-        """``loaded`` is about to load weights or moments: all of its own, if it is the model itself or an optimizer."""
-        if loaded is self._model():
+    def loads(self, loaded: torch.nn.Module | torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+        """``loaded`` is about to load weights or moments: all of its own, if it is ``model`` or an optimizer."""
+        if loaded is model:
             self._weights = False
         elif isinstance(loaded, torch.optim.Optimizer):
             self._optimizers.discard(loaded)
