@@ -108,16 +108,20 @@ class Channel:
 
     def check(self) -> None:
         """Raise StoreError in a process that was forked since, StoreGone if the connection has ended."""
-        if os.getpid() != self._pid:
+        if not self.of_this_process():
             raise StoreError(
                 "this connection to the store belongs to the process that forked this one: Store.connect() here"
             )
         if self._gone is not None:
             raise StoreGone(self._gone)
 
+    def of_this_process(self) -> bool:
+        """False in one that was forked since, where threads that held the locks do not exist."""
+        return os.getpid() == self._pid
+
     def alive(self) -> bool:
         """Whether the store still has the connection open; asks the operating system, not the store."""
-        if self._gone is not None or os.getpid() != self._pid:
+        if self._gone is not None or not self.of_this_process():
             return False
         ready = select.poll()
         ready.register(self._socket, select.POLLRDHUP)
@@ -127,7 +131,8 @@ class Channel:
 
     def close(self) -> None:
         """End the connection; calls that wait fail with StoreGone."""
-        self._end("this connection was closed")
+        if self.of_this_process():
+            self._end("this connection was closed")
 
     def forget(self) -> None:
         """In a forked process: close the socket, so that the store sees the end of the process that connected."""
@@ -176,7 +181,7 @@ class Channel:
 
     def _send_told(self) -> None:
         """Send the messages of ``tell``, unless a thread is sending that will."""
-        while self._told and self._gone is None and os.getpid() == self._pid:
+        while self._told and self._gone is None and self.of_this_process():
             if not self._sending.acquire(blocking=False):
                 return
             try:
