@@ -28,7 +28,7 @@ from disco_accel.step.placement.distributed import (
 )
 from disco_accel.step.placement.pinned_tensors import PinnedTensors
 from disco_accel.step.placement.shared_frozen import FrozenSharing
-from disco_accel.step.placement.streamed_eager import StreamedEager, shared_visitor_of, visitor_of
+from disco_accel.step.placement.streamed_eager import SharedVisitor, StreamedEager, visitor_of
 from disco_accel.step.placement.trained_weights import movable_weights, unwatch_updates_of
 from disco_accel.step.state.plain_tensors import follows_autograd, make_ordinary, move_views, plain_tensors
 
@@ -182,7 +182,7 @@ class Placement:
         """For ``StreamedEager``: a copy on the device, of the values that this process sees."""
         if self._sharing is None and not self.shared_arenas():
             return visitor_of(self._device)
-        return shared_visitor_of(self._device, weakref.WeakMethod(self.shared_arenas))
+        return SharedVisitor(self._device, self.shared_arenas)
 
     def _share(self, tensors: list[torch.Tensor], views: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of ``tensors`` that are not in shared memory now."""

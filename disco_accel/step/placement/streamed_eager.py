@@ -103,23 +103,26 @@ def visitor_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     return functools.partial(_on, device)
 
 
-def shared_visitor_of(
-    device: torch.device, arenas: weakref.WeakMethod[Callable[[], list[FileArena]]]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """As ``visitor_of``, of the values that this process sees of what lies in ``arenas``. Weak, because hooks are part
-    of a model's state, which a step compares; a placement is not."""
-    return functools.partial(_visit_shared, device, arenas)
+class SharedVisitor:
+    """As ``visitor_of``, of the values that this process sees of tensors in shared arenas.
 
+    A module that outlives its model leads here by its hooks, so the method that names the arenas is held weakly.
+    """
 
-def _visit_shared(
-    device: torch.device, arenas: weakref.WeakMethod[Callable[[], list[FileArena]]], tensor: torch.Tensor
-) -> torch.Tensor:
-    arenas_now = arenas()
-    arena = next((a for a in (arenas_now() if arenas_now is not None else []) if a.holds(tensor)), None)
-    if arena is not None and any(arena.differs([tensor])):
-        # A copy to the device reads the pages that are page-locked, which are still the shared ones.
-        tensor = tensor.detach().clone()
-    return _on(device, tensor)
+    def __init__(self, device: torch.device, arenas: Callable[[], list[FileArena]]) -> None:
+        self._device, self._arenas = device, weakref.WeakMethod(arenas)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        arenas = self._arenas()
+        arena = next((a for a in (arenas() if arenas is not None else []) if a.holds(tensor)), None)
+        if arena is not None and any(arena.differs([tensor])):
+            # A copy to the device reads the pages that are page-locked, which are still the shared ones.
+            tensor = tensor.detach().clone()
+        return _on(self._device, tensor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model has weights of its own.
+        return visitor_of, (self._device,)
 
 
 def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
