@@ -28,7 +28,7 @@ from disco_accel.step.placement.distributed import (
 )
 from disco_accel.step.placement.pinned_tensors import PinnedTensors
 from disco_accel.step.placement.shared_frozen import FrozenSharing
-from disco_accel.step.placement.streamed_eager import SharedVisitor, StreamedEager, visitor_of
+from disco_accel.step.placement.streamed_eager import StreamedEager, visitor_of
 from disco_accel.step.placement.trained_weights import movable_weights, unwatch_updates_of
 from disco_accel.step.state.plain_tensors import follows_autograd, make_ordinary, move_views, plain_tensors
 
@@ -180,9 +180,8 @@ class Placement:
 
     def visitor(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """For ``StreamedEager``: a copy on the device, of the values that this process sees."""
-        if self._sharing is None and not self.shared_arenas():
-            return visitor_of(self._device)
-        return SharedVisitor(self._device, self.shared_arenas)
+        shared = self._sharing is not None or bool(self.shared_arenas())
+        return visitor_of(self._device, self.shared_arenas if shared else None)
 
     def _share(self, tensors: list[torch.Tensor], views: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of ``tensors`` that are not in shared memory now."""

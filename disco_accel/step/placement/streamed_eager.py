@@ -98,16 +98,16 @@ def _bring_states(visits: Visits, module: torch.nn.Module) -> None:
         visits.swap(state.table, state.key, visits.bring(state.table[state.key], rebuilt_state))
 
 
-def visitor_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """For ``StreamedEager``: a copy on ``device`` of what lives elsewhere."""
-    return functools.partial(_on, device)
+def visitor_of(
+    device: torch.device, shared: Callable[[], list[FileArena]] | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """For ``StreamedEager``: a copy on ``device`` of what lives elsewhere, of tensors in ``shared`` arenas with the
+    values that this process sees."""
+    return functools.partial(_on, device) if shared is None else _SharedVisitor(device, shared)
 
 
-class SharedVisitor:
-    """As ``visitor_of``, of the values that this process sees of tensors in shared arenas.
-
-    A module that outlives its model leads here by its hooks, so the method that names the arenas is held weakly.
-    """
+class _SharedVisitor:
+    """A module that outlives its model leads here by its hooks, so the method that names the arenas is held weakly."""
 
     def __init__(self, device: torch.device, arenas: Callable[[], list[FileArena]]) -> None:
         self._device, self._arenas = device, weakref.WeakMethod(arenas)
