@@ -51,6 +51,8 @@ class FileArena(HostMemory):
         self.file = file
         self._identity = _identity(file)
         self._mapped: list[Future[bool]] | None = None
+        self.told_written = False
+        """Whether the user knows that this process has written to it."""
         weakref.finalize(self, _close, file, self._identity)
         # Small pages alone: the kernel drops a huge page's mapping where part of it is written to, and the mark that
         # tells a written page from one that was read goes with it.

@@ -7,7 +7,7 @@ import operator
 import os
 import threading
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -130,10 +130,10 @@ class Store:
             StoreError: there is no such object, or another process has not put it yet.
             StoreFull: there is no room to bring it back.
         """
+        self._channel.check()
         with self._lock:
             written = self._written.get(id)
             if written is not None:
-                self._channel.check()
                 return _shaped(written.memory, written.reply)
         reply, file = self._ask_for_room(Request(Opcode.GET, object=_name(id)))
         if file is None:
@@ -165,12 +165,12 @@ class Store:
             raise ConfigError(f"next_use: {next_use} is not a number of seconds from now")
         amount = NO_NEXT_USE if next_use is None else int(next_use * 1e6)
         request = Request(Opcode.PUT, object=_name(id), amount=amount)
+        self._channel.check()
         with self._lock:
             written = self._written.get(id)
             if written is None:
                 self._channel.ask(request)
                 return
-            self._channel.check()
             # The kernel refuses to make a file final while there is a mapping to write to it.
             self._let_write(written, False)
             try:
@@ -301,7 +301,7 @@ class Store:
         """End the connection. Tensors stay readable."""
         self._channel.close()
         self._view = None
-        with self._lock:
+        with self._lock if self._channel.of_this_process() else nullcontext():
             written, self._written = self._written, {}
         for item in written.values():
             os.close(item.file)

@@ -58,9 +58,8 @@ class Channel:
         self._pid = os.getpid()
         self._sending = threading.Lock()
         self._told: deque[bytes] = deque()
-        # Reentrant: a finalizer in the middle of a call may find that the store has ended.
-        self._state = threading.RLock()
-        self._turn = threading.Condition(self._state)
+        # Its lock is reentrant: a finalizer in the middle of a call may find that the store has ended.
+        self._turn = threading.Condition()
         self._reading = False
         self._number = 0
         self._replies: dict[int, tuple[Reply, int | None] | None] = {}
@@ -76,7 +75,7 @@ class Channel:
             StoreGone: the store has ended.
         """
         self.check()
-        with self._state:
+        with self._turn:
             # 0 is the number of requests without one.
             self._number = number = self._number % 0xFFFFFFFF + 1
             self._replies[number] = None
@@ -87,7 +86,7 @@ class Channel:
             self._send_told()
             reply, file = self._wait(number)
         except BaseException:
-            with self._state:
+            with self._turn:
                 late = self._replies.pop(number, None)
                 if late is None and self._gone is None:
                     self._abandoned[number] = request.opcode
@@ -109,16 +108,20 @@ class Channel:
 
     def check(self) -> None:
         """Raise StoreError in a process that was forked since, StoreGone if the connection has ended."""
-        if os.getpid() != self._pid:
+        if not self.of_this_process():
             raise StoreError(
                 "this connection to the store belongs to the process that forked this one: Store.connect() here"
             )
         if self._gone is not None:
             raise StoreGone(self._gone)
 
+    def of_this_process(self) -> bool:
+        """False in one that was forked since, where threads that held the locks do not exist."""
+        return os.getpid() == self._pid
+
     def alive(self) -> bool:
         """Whether the store still has the connection open; asks the operating system, not the store."""
-        if self._gone is not None or os.getpid() != self._pid:
+        if self._gone is not None or not self.of_this_process():
             return False
         ready = select.poll()
         ready.register(self._socket, select.POLLRDHUP)
@@ -128,7 +131,8 @@ class Channel:
 
     def close(self) -> None:
         """End the connection; calls that wait fail with StoreGone."""
-        self._end("this connection was closed")
+        if self.of_this_process():
+            self._end("this connection was closed")
 
     def forget(self) -> None:
         """In a forked process: close the socket, so that the store sees the end of the process that connected."""
@@ -137,7 +141,7 @@ class Channel:
         self._gone = "this connection belongs to the process that forked this one"
 
     def _end(self, why: str) -> None:
-        with self._state:
+        with self._turn:
             if self._gone is None:
                 self._gone = (
                     f"the store at {self.path} is gone: {why}. Tensors that it gave stay readable; connect again once "
@@ -177,7 +181,7 @@ class Channel:
 
     def _send_told(self) -> None:
         """Send the messages of ``tell``, unless a thread is sending that will."""
-        while self._told and self._gone is None and os.getpid() == self._pid:
+        while self._told and self._gone is None and self.of_this_process():
             if not self._sending.acquire(blocking=False):
                 return
             try:
@@ -191,7 +195,7 @@ class Channel:
     def _wait(self, number: int) -> tuple[Reply, int | None]:
         """The reply of that number: read here, or by another thread that waits for its own."""
         while True:
-            with self._state:
+            with self._turn:
                 while (found := self._replies[number]) is None and self._reading and self._gone is None:
                     self._turn.wait()
                 if found is not None:
@@ -203,7 +207,7 @@ class Channel:
             try:
                 self._receive()
             finally:
-                with self._state:
+                with self._turn:
                     self._reading = False
                     if self._gone is not None:
                         self._socket.close()
@@ -233,7 +237,7 @@ class Channel:
                 os.close(file)
             self._end(str(error))
             return
-        with self._state:
+        with self._turn:
             if reply.number in self._replies:
                 self._replies[reply.number] = (reply, file)
                 return

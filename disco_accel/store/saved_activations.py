@@ -100,17 +100,12 @@ class _SavedStep:
 
 
 _steps: weakref.WeakKeyDictionary[ObjectStore, _SavedStep] = weakref.WeakKeyDictionary()
-_making = threading.Lock()
 
 
 def _step_of(store: ObjectStore) -> _SavedStep:
-    with _making:
-        known = _steps.get(store)
-    if known is not None:
-        return known
-    made = _SavedStep(freer_of(store), store.stats()["device_bytes"])
-    with _making:
-        return _steps.setdefault(store, made)
+    known = _steps.get(store)
+    # Of several threads that make one at the same time, all get the first one's.
+    return known or _steps.setdefault(store, _SavedStep(freer_of(store), store.stats()["device_bytes"]))
 
 
 class _Version:

@@ -19,6 +19,7 @@ from disco_accel.native.file_arena import FileArena
 from disco_accel.step.placement import model_placement as placements
 from disco_accel.step.placement.distributed import FrozenSharing
 from disco_accel.step.placement.model_placement import Placement
+from disco_accel.step.placement.streamed_eager import StreamedEager
 from disco_accel.step.run.session import find_state
 from tests.integrate.twins import SMALL, assert_same, assert_same_step, batch, config, step
 from tests.support.models import tiny_lora
@@ -200,6 +201,19 @@ def test_a_device_with_memory_of_its_own_never_loads_stale_pages(
     placement.gather()
     assert locked == [True, False], "its new memory is page-locked as any other"
     assert len(said) == 1
+
+
+def test_a_model_whose_shared_weights_visit_a_device_is_copied_and_saved(tmp_path: Path) -> None:
+    """Copy and file have weights of their own, with the values of the model's."""
+    model = tiny_lora(**SMALL)
+    placement = Placement(model, torch.device("cpu"), sharing=FrozenSharing(tmp_path / "run" / "weights", print))
+    placement.gather()
+    streamed = StreamedEager(model, placement.visitor())
+    copied = copy.deepcopy(model)
+    torch.save(model, tmp_path / "whole.pt")
+    streamed.remove(model)
+    assert torch.equal(copied(**batch()).loss, model(**batch()).loss)
+    assert not any(map(placement.holds, copied.parameters()))
 
 
 def test_the_key_is_off_unless_asked_for() -> None:

@@ -66,7 +66,7 @@ def test_weights_visit_while_their_module_runs_and_go_home_after() -> None:
     with pytest.raises(IndexError):
         model(input_ids=torch.full((1, 4), 10**6))
     assert homes == {n: p.data_ptr() for n, p in model.named_parameters()}
-    streamed.remove()
+    streamed.remove(model)
     visits = 0
     model(**batch)
     assert visits == 0

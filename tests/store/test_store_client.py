@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import threading
@@ -219,6 +220,34 @@ def test_a_forked_process_uses_a_connection_of_its_own(tmp_path: Path) -> None:
         assert in_child(work) == 0
         until(lambda: len(store.stats()["clients"]) == 1)
         assert store.stats()["clients"][0]["leases"] == 1 and (store.get(made) == 3).all()
+
+
+def test_a_forked_process_waits_for_no_thread_of_its_parent(tmp_path: Path) -> None:
+    """One held all locks of the connection at the fork: in the child nobody gives them back."""
+    with serving(tmp_path) as server, Store.connect(server.path) as store:
+        made, held, over = filled(store, 5000, 3), threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with store._lock, store._channel._turn, store._channel._sending:
+                held.set()
+                over.wait()
+
+        def work() -> None:
+            faulthandler.dump_traceback_later(120, exit=True)
+            for call in (lambda: store.get(made), lambda: store.put(made), lambda: store.free(made), store.ping):
+                with pytest.raises(StoreError, match="forked this one"):
+                    call()
+            assert not store.alive()
+            store.close()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        try:
+            assert in_child(work) == 0
+        finally:
+            over.set()
+            thread.join()
 
 
 def test_many_threads_share_a_connection_while_tensors_die_anywhere(tmp_path: Path) -> None:

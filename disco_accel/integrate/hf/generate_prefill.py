@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ class _PatchedPrefill:
 
     def __init__(self, state: Session, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
         self.state = state
-        self.model = weakref.ref(model)
+        self.model = model
         self.forward = forward
         self.lock = threading.Lock()
         self.before: Callable[..., Any] | None = None
@@ -84,8 +83,7 @@ def remove(model: torch.nn.Module) -> None:
 def _prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
     """As GenerationMixin's, every forward in it planned."""
     patch: _PatchedPrefill | None = self.__dict__.get(_PATCH)
-    model = None if patch is None else patch.model()
-    if patch is None or model is None:
+    if patch is None:
         return type(self)._prefill(self, *args, **kwargs)
     thread = threading.get_ident()
 
@@ -93,7 +91,7 @@ def _prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Another thread may evaluate the same model.
         if threading.get_ident() not in patch.threads or positional:
             return patch.forward(*positional, **named)
-        return _planned_or_own(patch, model, named)
+        return _planned_or_own(patch, named)
 
     with patch.lock:
         if not patch.threads:
@@ -116,11 +114,11 @@ def _prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
                     self.__dict__["forward"] = patch.before
 
 
-def _planned_or_own(patch: _PatchedPrefill, model: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
+def _planned_or_own(patch: _PatchedPrefill, kwargs: dict[str, Any]) -> Any:
     """A prefill that cannot be planned runs as the decoding steps do, and says so once."""
     patch.state.calls.casts.own_forward()
     try:
-        return planned_forward(patch.state, model, patch.forward, kwargs)
+        return planned_forward(patch.state, patch.model, patch.forward, kwargs)
     except CaptureError as error:
         _fall_back(patch.state, str(error))
         kwargs = patch.state.placement.batch(kwargs)

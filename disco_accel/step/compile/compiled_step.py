@@ -71,6 +71,8 @@ class CompiledStep:
     """The model's trainable parameters by name, looked up at the first run."""
     recipe: PlanRecipe | None = None
     """For plans of the same step within other budgets, which share it."""
+    runs = 0
+    """Steps that have run from this plan. No field: a copy with another plan begins at 0."""
 
     @property
     def executor(self) -> Executor:

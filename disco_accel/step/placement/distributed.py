@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -166,8 +165,6 @@ class FrozenSharing:
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         """``folder``: where processes find each other; ``warn`` shows a line once."""
         self._folder, self._warn = folder, warn
-        self._told: weakref.WeakSet[FileArena] = weakref.WeakSet()
-        """Arenas of which it is known that this process has written to them."""
 
     def gather(
         self, tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor, torch.Tensor], None]
@@ -197,9 +194,9 @@ class FrozenSharing:
 
     def tell_written(self, arena: FileArena, names: Sequence[str]) -> None:
         """Say once that this process has written to weights of these ``names`` in ``arena``."""
-        if not names or arena in self._told:
+        if not names or arena.told_written:
             return
-        self._told.add(arena)
+        arena.told_written = True
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         self._warn(
             f"share_weights: this process has written to {names[0]}{others}, which it shares: from now on it has pages "

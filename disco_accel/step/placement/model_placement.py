@@ -85,7 +85,7 @@ class Placement:
         """Around a forward of the model's own: as ``StreamedEager.visiting`` where tensors visit a device."""
         model = self._model()
         assert model is not None
-        with kept_order(model), contextlib.nullcontext() if self._streamed is None else self._streamed.visiting():
+        with kept_order(model), contextlib.nullcontext() if self._streamed is None else self._streamed.visiting(model):
             yield
 
     def batch(self, arguments: Any) -> Any:
@@ -180,9 +180,8 @@ class Placement:
 
     def visitor(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """For ``StreamedEager``: a copy on the device, of the values that this process sees."""
-        if self._sharing is None and not self.shared_arenas():
-            return visitor_of(self._device)
-        return visitor_of(self._device, weakref.WeakMethod(self.shared_arenas))
+        shared = self._sharing is not None or bool(self.shared_arenas())
+        return visitor_of(self._device, self.shared_arenas if shared else None)
 
     def _share(self, tensors: list[torch.Tensor], views: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of ``tensors`` that are not in shared memory now."""
@@ -263,7 +262,7 @@ class Placement:
         """Give each tensor that ``apply`` moved a storage of its own where it was, values kept."""
         model = self._model()
         if self._streamed is not None:
-            self._streamed.remove()
+            self._streamed.remove(model)
             self._streamed = None
             if model is not None:
                 del model.__dict__["_apply"]

@@ -39,7 +39,6 @@ class StreamedEager:
         """``visit``: the tensor as a forward needs it, or the same object where it lies right already. ``plain``:
         tensors in attributes of modules that visit, besides parameters and buffers."""
         self._handles: list[Any] = []
-        self._model = weakref.ref(model)
         self.visits = Visits(visit, model, plain)
         for module in model.modules():
             if module is not model and _has_tensors(module):
@@ -50,19 +49,16 @@ class StreamedEager:
         watch_tables(model, self.visits)
 
     @contextmanager
-    def visiting(self) -> Iterator[None]:
+    def visiting(self, model: torch.nn.Module) -> Iterator[None]:
         """Around a forward of the model's own."""
-        model = self._model()
-        assert model is not None
         with within_segments(self.visits.forward), self.visits.forward(model):
             _bring_states(self.visits, model)
             yield
 
-    def remove(self) -> None:
-        """Take hooks and tables off again."""
+    def remove(self, model: torch.nn.Module | None) -> None:
+        """Take hooks and tables off ``model``, if it is still there."""
         for handle in self._handles:
             handle.remove()
-        model = self._model()
         if model is not None:
             restore_tables(model)
 
@@ -90,21 +86,33 @@ def _bring_states(visits: Visits, module: torch.nn.Module) -> None:
 
 
 def visitor_of(
-    device: torch.device, arenas: weakref.WeakMethod[Callable[[], list[FileArena]]] | None = None
+    device: torch.device, shared: Callable[[], list[FileArena]] | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """For ``StreamedEager``: a copy on ``device`` of a tensor elsewhere, of the values that this process sees in
-    ``arenas``. Weak, because hooks are part of a model's state, which a step compares; a placement is not."""
-    return functools.partial(_visit, device, arenas)
+    ``shared`` arenas."""
+    return functools.partial(_on, device) if shared is None else _SharedVisitor(device, shared)
 
 
-def _visit(
-    device: torch.device, arenas: weakref.WeakMethod[Callable[[], list[FileArena]]] | None, tensor: torch.Tensor
-) -> torch.Tensor:
-    arenas_now = None if arenas is None else arenas()
-    arena = next((a for a in (arenas_now() if arenas_now is not None else []) if a.holds(tensor)), None)
-    if arena is not None and any(arena.differs([tensor])):
-        # A copy to the device reads the pages that are page-locked, which are still the shared ones.
-        tensor = tensor.detach().clone()
+class _SharedVisitor:
+    """Hooks of a module that outlives its model hold this, so the method that names the arenas is held weakly."""
+
+    def __init__(self, device: torch.device, arenas: Callable[[], list[FileArena]]) -> None:
+        self._device, self._arenas = device, weakref.WeakMethod(arenas)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        arenas = self._arenas()
+        arena = next((a for a in (arenas() if arenas is not None else []) if a.holds(tensor)), None)
+        if arena is not None and any(arena.differs([tensor])):
+            # A copy to the device reads the pages that are page-locked, which are still the shared ones.
+            tensor = tensor.detach().clone()
+        return _on(self._device, tensor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model has weights of its own.
+        return visitor_of, (self._device,)
+
+
+def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     # At once: the host's tensor may be written to as soon as the forward is over, and pinned memory is read later.
     return tensor if tensor.device == device else (tensor if tensor.requires_grad else tensor.detach()).to(device)
 

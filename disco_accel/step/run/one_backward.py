@@ -154,7 +154,7 @@ class CastRegions:
     ) -> None:
         """``updating``: whether an update of the weights is to be done by the next step. ``tell`` hears of stale casts
         where the model's own forward may go on with others; without it that is an error too."""
-        self._model = weakref.ref(model)
+        self._model = model
         self._updating, self._tell = updating, tell
         self._generation = -1
         self._region = _CastRegion()
@@ -188,9 +188,7 @@ class CastRegions:
             self._inputs = InputSnapshot(self._cast_weights(), {}, WatchedTensors([]))
 
     def _cast_weights(self) -> Mapping[str, torch.Tensor]:
-        model = self._model()
-        named = () if model is None else model.named_parameters()
-        return {name: p for name, p in named if p.requires_grad and p.dtype is torch.float32}
+        return {name: p for name, p in self._model.named_parameters() if p.requires_grad and p.dtype is torch.float32}
 
     def _enter(self) -> _CastRegion | None:
         generation = cast_generation()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +35,6 @@ class ProgressMessages(Observer):
         self.name = name_of(model)
         self.made: list[tuple[float, float]] = []
         """When the making of each plan, or the attempt, began and ended, in ``time.time()``."""
-        self._runs: weakref.WeakKeyDictionary[CompiledStep, int] = weakref.WeakKeyDictionary()
 
     def prepared(
         self, model: torch.nn.Module, budget: int, device: torch.device, optimizer: OptimizerHome, masters: bool
@@ -86,8 +84,8 @@ class ProgressMessages(Observer):
 
     def on_step(self, step: CompiledStep) -> None:
         """Counts the runs of a plan that trains; of the first in steady state, says how long it took."""
-        runs = self._runs[step] = self._runs.get(step, 0) + 1
-        if runs != _STEADY or not step.captured.gradients:
+        step.runs += 1
+        if step.runs != _STEADY or not step.captured.gradients:
             return
         counters = step.executor.counters()
         seconds = float(counters["step_seconds"]) - float(counters["gate_seconds"])

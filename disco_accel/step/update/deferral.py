@@ -80,7 +80,7 @@ class Deferral:
         self._watch: WatchedTensors | None = None
         """The parameters and gradients of the pending update, which nobody may write to."""
         self._away, self._clipped = GradientsAway(), _ClippedGradients()
-        self._torn, self._hooks = _TornStates(model), SettlingHooks(model, self.settle, self.loads)
+        self._torn, self._hooks = _TornStates(), SettlingHooks(model, self.settle, self.loads)
         _deferring.add(self)
         _hook_all_optimizers()
 
@@ -156,7 +156,7 @@ class Deferral:
 
     def loads(self, loaded: torch.nn.Module | torch.optim.Optimizer) -> None:
         """``loaded`` is about to load weights or moments: all of its own, if it is the model itself or an optimizer."""
-        self._torn.loads(loaded)
+        self._torn.loads(loaded, self._ours.model())
         if not self._torn.weights:
             self.settle()
 
@@ -288,8 +288,7 @@ class _TornStates:
     """Weights and moments of one model of which an update has changed some and will not change the rest, until others
     are loaded."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self) -> None:
         self.weights = False
         """Whether weights are torn."""
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -307,9 +306,9 @@ class _TornStates:
         if optimizer is not None:
             self._optimizers.add(optimizer)
 
-    def loads(self, loaded: torch.nn.Module | torch.optim.Optimizer) -> None:
-        """``loaded`` is about to load weights or moments: all of its own, if it is the model itself or an optimizer."""
-        if loaded is self._model():
+    def loads(self, loaded: torch.nn.Module | torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+        """``loaded`` is about to load weights or moments: all of its own, if it is ``model`` or an optimizer."""
+        if loaded is model:
             self.weights = False
         elif isinstance(loaded, torch.optim.Optimizer):
             self._optimizers.discard(loaded)
