@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from disco_accel.errors import DeviceLost, ExecutionError, StoreError
-from disco_accel.native.cuda_driver import cuda_driver
-from disco_accel.native.cuda_shared_memory import CudaMapping, imported
+from disco_accel.native.cuda_driver import CudaMapping, device_id, import_mapping
 from disco_accel.store.objects import footprint_of
 from disco_accel.threads import start_thread
 
@@ -80,9 +79,8 @@ class CudaObjects:
                 f"store: its objects are in the memory of GPU {wanted.hex()}, and this PyTorch ({torch.__version__}) "
                 "sees no GPU: install a CUDA build, or look at CUDA_VISIBLE_DEVICES"
             )
-        driver = cuda_driver()
         for index in range(torch.cuda.device_count()):
-            if driver.device_id(index) == wanted:
+            if device_id(index) == wanted:
                 torch.cuda.init()
                 with _making:
                     if index not in _objects:
@@ -104,7 +102,7 @@ class CudaObjects:
         _refuse_capture()
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
-        mapping = imported(self.device.index, file, footprint_of(nbytes, self._grain), writes=writes)
+        mapping = import_mapping(self.device.index, file, footprint_of(nbytes, self._grain), writes=writes)
         exposed = _Exposed(mapping)
         try:
             made: torch.Tensor = torch.as_tensor(exposed, device=self.device)
