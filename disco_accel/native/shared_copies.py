@@ -23,7 +23,7 @@ from disco_accel.host_limits import own_bytes, require_left
 from disco_accel.native.extension import load_extension
 from disco_accel.native.file_arena import PAGE, FileArena, whole_pages
 from disco_accel.native.host_memory import ALIGNMENT, HostMemory, bytes_of, footprint, room_for_cuts
-from disco_accel.native.rendezvous import HolderProcess, NotSharedError, Rendezvous
+from disco_accel.native.rendezvous import Holder, NotSharedError, Rendezvous, this_process
 from disco_accel.native.shared_memory import READ_ONLY, add_seals, create_file, seals_of
 
 _NAME = "disco_accel weights"
@@ -140,7 +140,7 @@ def shared_copy(
             return
         copy.arena.watch()
         with _as_warning(warn):
-            rendezvous.write(key, [*holders, HolderProcess.this(copy.arena.file)])
+            rendezvous.write(key, [*holders, this_process(copy.arena.file)])
 
 
 @contextmanager
@@ -196,12 +196,13 @@ def _last_page(key: str, nbytes: int) -> bytes:
     return f"{_NAME} {_LAYOUT} {key} {nbytes}\n".encode().ljust(PAGE, b"\0")
 
 
-def open_copy(holder: HolderProcess, key: str, nbytes: int) -> int | None:
+def open_copy(holder: Holder, key: str, nbytes: int) -> int | None:
     """A descriptor of the copy that ``holder`` is said to have open; None if that is not the whole copy ``key``."""
-    path = f"/proc/{holder.process}/fd/{holder.descriptor}"
+    process, _started, descriptor = holder
+    path = f"/proc/{process}/fd/{descriptor}"
     try:
         # Before it is opened, which has effects for other files than those in memory.
-        if os.stat(f"/proc/{holder.process}").st_uid != os.geteuid():
+        if os.stat(f"/proc/{process}").st_uid != os.geteuid():
             return None
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
             return None
