@@ -28,6 +28,13 @@ _SOCKET = (
 _RATE = re.compile(r"(.*?)\s*/\s*s")
 MAX_WAIT = 600.0
 """Seconds."""
+_WAIT_VARIABLE = "DISCO_STORE_WAIT"
+"""Seconds that an allocation without room waits for others to make some."""
+_INTERPOSED_FLAGS = (
+    *("-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
+    *("-static-libgcc", "-Wl,--as-needed", "-Wl,-z,defs"),
+)
+"""The library needs the C library alone: the C++ library must be the program's own."""
 
 
 def store_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,6 +163,15 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(f"store run: {program}: cannot be started: {error.strerror}") from error
 
 
+def interposed_library() -> Path:
+    """The library that counts a program's device memory from within (``docs/first_class.md``), built on first use: it
+    stands in front of CUDA's calls that allocate and free. Raises ExtensionError."""
+    from disco_accel.native.plain_library import ROOT, build_plain
+
+    sources = [f"interpose/{source.name}" for source in sorted((ROOT / "interpose").glob("*.cpp"))]
+    return build_plain("disco_interpose", sources, flags=_INTERPOSED_FLAGS)
+
+
 def counted_environment(environment: Mapping[str, str], socket: Path, wait: float | None = None) -> dict[str, str]:
     """``environment`` in which programs are counted by the store at ``socket``, and their children too.
 
@@ -165,12 +181,11 @@ def counted_environment(environment: Mapping[str, str], socket: Path, wait: floa
         ConfigError: ``wait`` is no such time, or the library's path cannot be preloaded.
         ExtensionError: the library cannot be built.
     """
-    from disco_accel.native import interposed_library
     from disco_accel.store.socket_path import SOCKET_VARIABLE
 
     if wait is not None and not (math.isfinite(wait) and 0 <= wait <= MAX_WAIT):
         raise ConfigError(f"--wait: {wait} is not a number of seconds from 0 to {MAX_WAIT:.0f}")
-    library = os.fspath(interposed_library.interposed_library())
+    library = os.fspath(interposed_library())
     if re.search(r"[\s:]", library):
         raise ConfigError(
             f"{library}: the loader can't be told a path with blanks or colons: set TORCH_EXTENSIONS_DIR to a folder "
@@ -179,5 +194,5 @@ def counted_environment(environment: Mapping[str, str], socket: Path, wait: floa
     others = [path for path in re.split(r"[\s:]+", environment.get("LD_PRELOAD", "")) if path and path != library]
     counted = {**environment, "LD_PRELOAD": ":".join([library, *others]), SOCKET_VARIABLE: os.fspath(socket)}
     if wait is not None:
-        counted[interposed_library.WAIT_VARIABLE] = repr(wait)
+        counted[_WAIT_VARIABLE] = repr(wait)
     return counted
