@@ -13,8 +13,8 @@ from disco_accel.errors import ConfigError
 from disco_accel.graph.taskgraph import TensorSpec
 from disco_accel.native.cuda_backend import CudaBackend
 from disco_accel.native.device_types import CUDA, DEVICE_TYPES, HOST
+from disco_accel.native.engine_class import OpTable
 from disco_accel.native.host_backend import HostBackend
-from disco_accel.native.op_table import OpTable
 from disco_accel.simulate.roofline import Speed
 
 

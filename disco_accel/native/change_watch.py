@@ -8,7 +8,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
@@ -141,17 +141,16 @@ def executed_code() -> Iterator[ExecutedCode]:
         executed.extend(zip(entries[::3], entries[1::3], entries[2::3], strict=True))
 
 
-class WatchedLayouts:
-    """Whether plain tensors need gradients, their dtypes and shapes. While they are watched no two can be swapped."""
+def watched_layouts(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """A function that compares plain tensors with now: whether they need gradients, their dtypes and shapes. While it
+    lives no two can be swapped."""
+    native = torch.classes.disco_accel.WatchedLayouts(list(tensors))
+    same, address = _library().disco_same_layouts, native.address()
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._same = _library().disco_same_layouts
-        self._native = torch.classes.disco_accel.WatchedLayouts(list(tensors))
-        self._address = self._native.address()
+    def unchanged(_kept: object = native) -> bool:
+        return bool(same(address))
 
-    def same(self) -> bool:
-        """Whether they are as when this was made."""
-        return bool(self._same(self._address))
+    return unchanged
 
 
 def no_zero(tensor: torch.Tensor) -> bool:

@@ -17,8 +17,8 @@ from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import TensorSpec
 from disco_accel.host_limits import host_limits, require_left
 from disco_accel.native.device_types import HOST
+from disco_accel.native.engine_class import OpTable
 from disco_accel.native.extension import load_extension
-from disco_accel.native.op_table import OpTable
 from disco_accel.simulate.machine import Link, Machine
 from disco_accel.simulate.roofline import Speed
 

@@ -8,7 +8,6 @@ import functools
 import mmap
 import os
 from collections.abc import Callable
-from enum import IntFlag
 from typing import TYPE_CHECKING, Any
 
 from disco_accel.errors import ExecutionError
@@ -16,23 +15,12 @@ from disco_accel.errors import ExecutionError
 if TYPE_CHECKING:
     import torch
 
-_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-
-
-class Seal(IntFlag):
-    """What can't be done to a file in memory any more, by anybody (Linux, ``fcntl(2)``)."""
-
-    SEALS = 1
-    SHRINK = 2
-    GROW = 4
-    WRITE = 8
-    FUTURE_WRITE = 16
-
-
-WHOLE = Seal.SHRINK | Seal.GROW
-"""Nobody's mapping of the file can lose its pages, which would end a process that reads there."""
-READ_ONLY = WHOLE | Seal.WRITE | Seal.SEALS
+WHOLE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+"""Seals (Linux, ``fcntl(2)``): no mapping of the file can lose its pages, at which a reader's process would end."""
+READ_ONLY = WHOLE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 """The content is final."""
+NO_NEW_WRITERS = WHOLE | 16 | fcntl.F_SEAL_SEAL
+"""Mappings from now on are to read alone (``F_SEAL_FUTURE_WRITE``)."""
 
 
 def create_file(name: str, nbytes: int) -> int:
@@ -54,21 +42,21 @@ def create_file(name: str, nbytes: int) -> int:
     return file
 
 
-def add_seals(file: int, seals: Seal) -> bool:
+def add_seals(file: int, seals: int) -> bool:
     """Seal ``file``, or return False where it can't be: for ``WRITE``, somebody still has it mapped to write there."""
     try:
-        fcntl.fcntl(file, _F_ADD_SEALS, int(seals))
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
     except OSError:
         return seals_of(file) & seals == seals
     return True
 
 
-def seals_of(file: int) -> Seal:
+def seals_of(file: int) -> int:
     """The seals of ``file``; none for one that is not in memory."""
     try:
-        return Seal(fcntl.fcntl(file, _F_GET_SEALS))
+        return fcntl.fcntl(file, fcntl.F_GET_SEALS)
     except OSError:
-        return Seal(0)
+        return 0
 
 
 class _Mapping(ctypes.c_ubyte * (1 << 46)):  # type: ignore[misc]

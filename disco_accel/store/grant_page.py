@@ -10,7 +10,7 @@ import mmap
 import os
 import time
 
-from disco_accel.native.shared_memory import WHOLE, Seal, add_seals, create_file
+from disco_accel.native.shared_memory import NO_NEW_WRITERS, add_seals, create_file
 
 GRANT, SEEN = range(2)
 """Places of the words."""
@@ -26,7 +26,7 @@ class GrantPage:
     def __init__(self) -> None:
         self.file = create_file("store-grant", mmap.PAGESIZE)
         self._memory = mmap.mmap(self.file, mmap.PAGESIZE)
-        add_seals(self.file, WHOLE | Seal.FUTURE_WRITE | Seal.SEALS)
+        add_seals(self.file, NO_NEW_WRITERS)
         self._words = memoryview(self._memory).cast("q")
         self.beat()
 
