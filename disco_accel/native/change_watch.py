@@ -19,7 +19,7 @@ from disco_accel.native.extension import load_extension
 
 
 class _Marker:
-    """Stands for something that is no object of a program's."""
+    """A value that is no object of a program's."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -38,7 +38,7 @@ _INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.i
 
 
 class Kind(IntEnum):
-    """What a container is; the numbers are those of ``runtime_ext/torch/python_watch.cpp``."""
+    """Kinds of containers; the numbers are those of ``runtime_ext/torch/python_watch.cpp``."""
 
     ATTRIBUTES = 0
     DICT = 1
@@ -107,11 +107,8 @@ ExecutedCode = list[tuple[types.CodeType, dict[str, Any], bool]]
 
 @contextmanager
 def executed_code() -> Iterator[ExecutedCode]:
-    """The Python code that this thread begins to run inside; filled at the end.
-
-    Without the code of garbage collections, which happen anywhere: finalizers of unrelated objects, callbacks. Stays
-    empty where another profiler is active, which would be cut off.
-    """
+    """The Python code that this thread begins to run inside, filled at the end: without that of garbage collections,
+    which happen anywhere. Stays empty where another profiler is active, which would be cut off."""
     executed: ExecutedCode = []
     if sys.getprofile() is not None:
         yield executed
@@ -154,7 +151,7 @@ def watched_layouts(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
 
 
 def no_zero(tensor: torch.Tensor) -> bool:
-    """Whether no element is zero. For small tensors of integers on the CPU a fraction of what an op costs."""
+    """Whether no element is zero. Small tensors of integers on the CPU take a fraction of the time of an op."""
     plain = type(tensor) is torch.Tensor and tensor.dtype in _INTEGERS and tensor.is_cpu
     if not plain or not tensor.is_contiguous():
         return bool(tensor.all())

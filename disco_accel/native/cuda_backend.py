@@ -40,7 +40,7 @@ _PROBE_CYCLES = 2_000_000
 _MOST_CYCLES = 1_000_000_000
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _REFUSED = re.compile(r"cudaHostRegister failed with error (1|2|304|800|801):")
-"""Invalid value, memory, operating system, not permitted, not supported: what drivers answer where a limit is met."""
+"""Invalid value, memory, operating system, not permitted, not supported: answers of drivers at a limit."""
 _refusals: list[ExecutionError] = []
 """The first refusal to lock memory, which was told."""
 
@@ -150,10 +150,7 @@ class CudaBackend:
             load_allocator_shim()
 
     def current(self) -> AbstractContextManager[object]:
-        """Calls into CUDA that name no device make a context on the current one, some hundred MiB of its memory.
-
-        PyTorch's guard sets the device from before back without making one there.
-        """
+        """Calls into CUDA that name no device make a context on the current one, some hundred MiB of its memory."""
         return torch.cuda.device(self.device)
 
     def arena(self, nbytes: int) -> torch.Tensor:

@@ -66,12 +66,8 @@ def _key(files: Sequence[Path], flags: Sequence[str]) -> str:
 
 def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, libraries: Sequence[str] = ()) -> Path:
     """Compiles ``files`` into a library unless it is there already, loads it into the process, returns its path.
-
-    ``libraries`` are linker arguments beyond PyTorch's own.
-
-    Raises ExtensionError when there is no compiler, building is switched off, the compiler fails (its last lines are
-    in the message), or others than this user can have written the library that is there.
-    """
+    ``libraries`` are linker arguments beyond PyTorch's own. Raises ExtensionError as ``build_plain``; the message has
+    the compiler's last lines."""
     # What it is linked with counts too: a library made for another engine would bring that engine along.
     directory = cache_root() / f"{name}-torch{torch.__version__}-{_key(files, (*flags, *libraries))}"
     made_here = False
@@ -118,7 +114,7 @@ def _compile(name: str, files: Sequence[Path], flags: Sequence[str], libraries: 
 
 
 def _only_library(working: Path) -> Path:
-    """PyTorch adds a number to the name of what a process compiles a second time."""
+    """PyTorch adds a number to the name of a library that a process compiles a second time."""
     (library,) = working.glob("*.so")
     return library
 

@@ -25,8 +25,7 @@ from disco_accel.simulate.roofline import Speed
 _ENOUGH_SECONDS = 0.1
 _SHORT_SECONDS = 1e-3
 _SHORT_RUNS = 15
-"""Ops of a few microseconds are run so often: there one run in five is disturbed on a busy machine, and 15 of them
-take less time than the five of an op of 50 us."""
+"""Ops of a few microseconds are run so often: one run in five is disturbed on a busy machine."""
 
 
 _ONE_CORE = Speed(

@@ -1,8 +1,8 @@
 """Where processes of one user find the copies that others of them hold: a folder with a list of holders for each key.
 
-The list says which process has which copy open. It is a hint and nothing else: whoever follows it proves the copy by
-what is inside (``shared_copies.py``), so that a wrong list costs a copy and never a byte. The lock of a key is
-``flock``'s, which the kernel gives back when a process dies; a list is replaced whole.
+The list says which process has which copy open. It is a hint and nothing else: its readers prove the copy by its
+content (``shared_copies.py``), so that a wrong list costs a copy and never a byte. The lock of a key is ``flock``'s,
+which the kernel gives back when a process dies; a list is replaced whole.
 """
 
 from __future__ import annotations
@@ -189,11 +189,11 @@ class Rendezvous:
         self.set_note(key, json.dumps({"version": _VERSION, "key": key, "holders": holders}).encode())
 
     def note(self, key: str) -> bytes:
-        """What ``set_note`` wrote last; nothing if it never did. Raises ValueError if it is no small file."""
+        """The note of ``set_note``; nothing if there is none. Raises ValueError if it is no small file."""
         return _read(self._path(key, "json"))
 
     def set_note(self, key: str, text: bytes) -> None:
-        """Replace what is noted under ``key``, whole or not at all. To be called under the lock.
+        """Replace the note under ``key``, whole or not at all. To be called under the lock.
 
         Raises:
             NotSharedError: the folder cannot be written to.
@@ -273,7 +273,7 @@ def _overwrite(file: int, text: bytes) -> None:
 
 
 def _read(path: Path) -> bytes:
-    """What is in a small file of this user's; nothing if it is not there. Raises ValueError if it is anything else."""
+    """The content of a small file of this user's; nothing if it is not there. Raises ValueError for another kind."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:

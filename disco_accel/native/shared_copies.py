@@ -1,8 +1,8 @@
-"""One read-only copy of tensors for all processes of a user: found by what it contains, made by the first that asks.
+"""One read-only copy of tensors for all processes of a user: found by its content, made by the first that asks.
 
-A copy is a file in memory (``shared_memory.py``) with a last page that says what it is. Both are final before another
-process hears of it, sealed by the kernel: a maker that dies leaves nothing that anybody could read half. The copy lives
-as long as one process has it open.
+A copy is a file in memory (``shared_memory.py``) with a last page that names it. Both are final before another process
+hears of it, sealed by the kernel: a maker that dies leaves nothing that anybody could read half. The copy lives as long
+as one process has it open.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def shared_copy(
 ) -> Iterator[SharedCopy]:
     """The copy ``key`` of tensors that take ``room`` bytes, or the begin of one, which is shared when the block ends.
 
-    ``still_right`` is asked of what was put, when nobody can change it any more: whether it is what the key says. If
-    not, it stays this process's alone. ``tell`` hears of waiting, ``warn`` of what is wrong with files.
+    ``still_right`` says whether the tensors that were put are those of the key, when nobody can change them any more.
+    If not, they stay this process's alone. ``tell`` hears of waiting, ``warn`` of faults of files.
 
     Raises:
         ConfigError: as ``Rendezvous``.

@@ -62,8 +62,8 @@ def seals_of(file: int) -> int:
 class _Mapping(ctypes.c_ubyte * (1 << 46)):  # type: ignore[misc]
     """A mapping, of which it is longer: a type of its own for each length would never be freed.
 
-    It ends with its last tensor, in whichever thread, and also in an interpreter that ends: what it needs then it has
-    itself. Tensors that outlive the interpreter keep it, and the kernel unmaps.
+    It ends with its last tensor, in any thread, and also in an interpreter that ends: so it has the functions that it
+    then calls. Tensors that outlive the interpreter keep it, and the kernel unmaps.
     """
 
     nbytes: int
@@ -91,9 +91,9 @@ def map_file(
     """``nbytes`` bytes of ``file`` from ``offset`` on, a whole number of pages, as a 1-d tensor of ``dtype`` (default:
     uint8), of the first ``count`` elements (default: all).
 
-    With ``shared_writes`` all who map the file see what is written there. Without, it shows the file's content until
-    this process writes to a page: from then on that page is this process's own. The mapping lives as long as a tensor
-    of its storage; then ``freed`` is called, in whichever thread let go last. The descriptor is not needed any more.
+    With ``shared_writes`` all mappings of the file show its writes. Without, it shows the file's content until this
+    process writes to a page: from then on that page is this process's own. The mapping lives as long as a tensor of its
+    storage; then ``freed`` is called, in any thread. The descriptor is not needed any more.
 
     Raises:
         ExecutionError: the file cannot be mapped so, such as a sealed one with ``shared_writes``.
