@@ -50,23 +50,20 @@ class Kind(IntEnum):
 
 @functools.cache
 def _library() -> ctypes.PyDLL:
-    library = ctypes.PyDLL(str(load_extension()))
-    library.disco_watch_new.argtypes = [ctypes.py_object] * 2
-    library.disco_watch_new.restype = ctypes.c_int64
-    library.disco_watch_free.argtypes = [ctypes.c_int64]
-    library.disco_watch_free.restype = None
-    library.disco_watch_set.argtypes = [ctypes.c_int64] * 3 + [ctypes.py_object] * 2
-    library.disco_watch_set.restype = None
-    library.disco_watch_first_change.argtypes = [ctypes.c_int64] * 2
-    library.disco_watch_first_change.restype = ctypes.c_int64
-    library.disco_code_log_start.argtypes = [ctypes.py_object]
-    library.disco_code_log_start.restype = None
-    library.disco_code_log_collecting.argtypes = [ctypes.c_int]
-    library.disco_code_log_collecting.restype = None
-    library.disco_code_log_stop.argtypes = []
-    library.disco_code_log_stop.restype = None
-    library.disco_same_layouts.argtypes = [ctypes.c_int64]
-    library.disco_no_zero.argtypes = [ctypes.c_int64] * 3
+    library, number, thing = ctypes.PyDLL(str(load_extension())), ctypes.c_int64, ctypes.py_object
+    for name, result, arguments in (
+        ("watch_new", number, (thing, thing)),
+        ("watch_free", None, (number,)),
+        ("watch_set", None, (number, number, number, thing, thing)),
+        ("watch_first_change", number, (number, number)),
+        ("code_log_start", None, (thing,)),
+        ("code_log_collecting", None, (ctypes.c_int,)),
+        ("code_log_stop", None, ()),
+        ("same_layouts", ctypes.c_int, (number,)),
+        ("no_zero", ctypes.c_int, (number, number, number)),
+    ):
+        function = getattr(library, f"disco_{name}")
+        function.restype, function.argtypes = result, arguments
     return library
 
 

@@ -6,8 +6,7 @@ import ctypes
 import functools
 import mmap
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -88,7 +87,7 @@ class HostMemory:
         return HostMemory, (0,)
 
     @staticmethod
-    def room_for(tensors: list[torch.Tensor]) -> int:
+    def room_for(tensors: Iterable[torch.Tensor]) -> int:
         """Bytes that an arena needs to adopt all of ``tensors``."""
         return sum(-(-footprint(t) // ALIGNMENT) * ALIGNMENT for t in tensors)
 
@@ -308,14 +307,3 @@ def writes_are_watched() -> bool:
     """Whether this kernel tells which pages of new arenas are written to (Linux 6.7, and the right to userfaultfd)."""
     load_extension()
     return bool(torch.ops.disco_accel.can_watch_writes())
-
-
-@contextmanager
-def without_watching_writes() -> Iterator[None]:
-    """Arenas made meanwhile are read whole instead, as where the kernel does not tell. For tests."""
-    load_extension()
-    torch.ops.disco_accel.allow_watching_writes(False)
-    try:
-        yield
-    finally:
-        torch.ops.disco_accel.allow_watching_writes(True)

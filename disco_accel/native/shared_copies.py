@@ -22,7 +22,7 @@ from disco_accel.errors import ExecutionError
 from disco_accel.host_limits import own_bytes, require_left
 from disco_accel.native.extension import load_extension
 from disco_accel.native.file_arena import PAGE, FileArena, whole_pages
-from disco_accel.native.host_memory import ALIGNMENT, HostMemory, bytes_of, footprint, room_for_cuts
+from disco_accel.native.host_memory import ALIGNMENT, bytes_of, footprint, room_for_cuts
 from disco_accel.native.rendezvous import Holder, NotSharedError, Rendezvous, this_process
 from disco_accel.native.shared_memory import READ_ONLY, add_seals, create_file, seals_of
 
@@ -215,8 +215,3 @@ def open_copy(holder: Holder, key: str, nbytes: int) -> int | None:
         return file
     os.close(file)
     return None
-
-
-def room_for(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes that a copy of ``tensors`` takes."""
-    return HostMemory.room_for(list(tensors))

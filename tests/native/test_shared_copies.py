@@ -19,8 +19,9 @@ import torch
 from disco_accel.errors import ConfigError
 from disco_accel.native import rendezvous, shared_copies
 from disco_accel.native.file_arena import FileArena, whole_pages
+from disco_accel.native.host_memory import HostMemory
 from disco_accel.native.rendezvous import NotSharedError, Rendezvous, runs, this_process
-from disco_accel.native.shared_copies import key_of, open_copy, room_for, shared_copy
+from disco_accel.native.shared_copies import key_of, open_copy, shared_copy
 from disco_accel.native.shared_memory import READ_ONLY, WHOLE, add_seals, create_file
 from tests.native.sharers import Shared, child, weights
 
@@ -289,7 +290,7 @@ def test_weights_that_change_while_they_are_copied_are_not_shared(
         said: list[str] = []
         key = key_of(tensors)
         with shared_copy(
-            folder, key, room_for(tensors), lambda placed: key_of(placed) == key, said.append, said.append
+            folder, key, HostMemory.room_for(tensors), lambda placed: key_of(placed) == key, said.append, said.append
         ) as copy:
             for tensor in tensors:
                 copy.put(tensor)

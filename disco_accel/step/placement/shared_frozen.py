@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from disco_accel.native.file_arena import FileArena
+from disco_accel.native.host_memory import HostMemory
 from disco_accel.native.rendezvous import NotSharedError
-from disco_accel.native.shared_copies import key_of, room_for, shared_copy
+from disco_accel.native.shared_copies import key_of, shared_copy
 from disco_accel.observe.log_to_stderr import say, say_everywhere
 from disco_accel.sizes import format_size
 
@@ -35,7 +36,7 @@ class FrozenSharing:
             ConfigError: the folder is another user's, a link, or open to others.
         """
         try:
-            key, room = key_of(tensors), room_for(tensors)
+            key, room = key_of(tensors), HostMemory.room_for(tensors)
             if room == 0:
                 return None
 
