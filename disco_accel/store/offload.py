@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -12,11 +15,87 @@ from torch.utils._pytree import tree_map_only
 
 from disco_accel.errors import ConfigError, StoreError, StoreFull
 from disco_accel.native.backend import has_backend
-from disco_accel.store.stored_object import Layout, ObjectStore, freer_of, span_of, store_bytes
-from disco_accel.store.use_order import Weight, WeightUses
+from disco_accel.store.stored_object import (
+    AHEAD,
+    Layout,
+    ObjectStore,
+    StoredObject,
+    bytes_in,
+    layout_in,
+    span_of,
+    store_bytes,
+    wait_for_frees,
+)
 
 MIN_BYTES = 1 << 16
 """Smaller weights stay: each use costs messages of a quarter of a millisecond."""
+
+
+_MOST = 1 << 16
+"""Uses after which a step counts as ended: nobody calls the module whose forward would begin the next."""
+
+
+@dataclass(eq=False, slots=True)
+class _Weight:
+    """A weight in a store. ``name``: of the parameter. ``last``: its last use, as its step's gaps, the place of the
+    use there, and its time."""
+
+    name: str
+    item: StoredObject
+    layout: Layout
+    last: tuple[list[float | None], int, float] | None = None
+
+
+@dataclass(slots=True)
+class _StepUses:
+    """The weights used in a step in their order, and the seconds until each was used again, in this step or later."""
+
+    weights: list[_Weight] = field(default_factory=list)
+    gaps: list[float | None] = field(default_factory=list)
+
+
+class _WeightUses:
+    """The uses of a module's weights, from one forward of the module to the next. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now, self._before = _StepUses(), _StepUses()
+
+    def begin_step(self) -> None:
+        """The module's forward begins."""
+        with self._lock:
+            self._turn()
+
+    def forget(self) -> None:
+        """Drop all weights."""
+        with self._lock:
+            self._now, self._before = _StepUses(), _StepUses()
+
+    def _turn(self) -> None:
+        if self._now.weights:
+            self._now, self._before = _StepUses(), self._now
+
+    def use(self, weight: _Weight) -> tuple[float | None, list[_Weight]]:
+        """``weight`` is used now. Returns the seconds until it is used again, None if that is not known, and weights to
+        ask back now, which are used soon."""
+        with self._lock:
+            now = time.monotonic()
+            if len(self._now.weights) >= _MOST:
+                self._turn()
+            place = len(self._now.weights)
+            if weight.last is not None:
+                gaps, there, then = weight.last
+                gaps[there] = now - then
+            self._now.weights.append(weight)
+            self._now.gaps.append(None)
+            weight.last = (self._now.gaps, place, now)
+            before = self._before.weights
+            if place >= len(before) or before[place] is not weight:
+                return None, []
+            # At the end of a step come those of the begin of the next. Nearer ones were asked back before.
+            first = place + 1 if place == 0 else place + AHEAD
+            soon = [before[n % len(before)] for n in range(first, place + AHEAD + 1)]
+            return self._before.gaps[place], [w for w in dict.fromkeys(soon) if w is not weight]
 
 
 class OffloadedWeight(torch.Tensor):
@@ -28,11 +107,11 @@ class OffloadedWeight(torch.Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _weight: Weight
-    _uses: WeightUses
+    _weight: _Weight
+    _uses: _WeightUses
 
     @staticmethod
-    def __new__(cls, weight: Weight, uses: WeightUses, layout: Layout) -> OffloadedWeight:
+    def __new__(cls, weight: _Weight, uses: _WeightUses, layout: Layout) -> OffloadedWeight:
         """The part of ``weight`` that lies at ``layout``."""
         made: OffloadedWeight = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -46,11 +125,11 @@ class OffloadedWeight(torch.Tensor):
         made._weight, made._uses = weight, uses
         return made
 
-    def __init__(self, weight: Weight, uses: WeightUses, layout: Layout) -> None:
+    def __init__(self, weight: _Weight, uses: _WeightUses, layout: Layout) -> None:
         """See ``__new__``."""
 
     @property
-    def weight(self) -> Weight:
+    def weight(self) -> _Weight:
         """Of which it is the whole or a part."""
         return self._weight
 
@@ -190,7 +269,7 @@ class _Begin:
     """A forward pre-hook of the module: a step begins. A copy of the module, or one from a file, has plain weights and
     a hook that does nothing."""
 
-    def __init__(self, uses: WeightUses | None = None) -> None:
+    def __init__(self, uses: _WeightUses | None = None) -> None:
         self._uses = uses
 
     def __call__(self, _module: torch.nn.Module, _args: Any) -> None:
@@ -205,7 +284,7 @@ class Offloaded:
     """The handle of a module whose weights were offloaded. ``names``: of the weights that are in the store."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._uses = WeightUses()
+        self._uses = _WeightUses()
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._hook = module.register_forward_pre_hook(_Begin(self._uses))
 
@@ -256,7 +335,7 @@ class Offloaded:
                 return False
             _swap(name, parameter, plain)
             del plain
-            freer_of(store).wait()
+            wait_for_frees(store)
         del self._parameters[name]
         return True
 
@@ -264,9 +343,9 @@ class Offloaded:
         """Move one parameter: all who held it hold one that is in the store."""
         with torch.no_grad():
             span = span_of(parameter)
-            item, _memory = store_bytes(store, span.bytes_of(parameter), freer_of(store))
-        layout = span.layout_of(parameter)
-        made = OffloadedWeight(Weight(name, item, layout), self._uses, layout)
+            item, _memory = store_bytes(store, bytes_in(parameter, span))
+        layout = layout_in(parameter, span)
+        made = OffloadedWeight(_Weight(name, item, layout), self._uses, layout)
         # isinstance(..., Parameter) asks for it in tensors of other classes.
         made._is_param = True
         _swap(name, parameter, made)

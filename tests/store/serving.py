@@ -17,7 +17,7 @@ import torch
 from disco_accel.store.capacity_ledger import Limits
 from disco_accel.store.client import Store
 from disco_accel.store.server import Server
-from disco_accel.store.stored_object import freer_of
+from disco_accel.store.stored_object import wait_for_frees
 from disco_accel.store.tiers import SharedMemoryTier
 
 MIB = 1 << 20
@@ -96,7 +96,7 @@ def open_files() -> int:
 def objects(store: Store) -> int:
     """Objects of the store, once all that was let go of is freed."""
     gc.collect()
-    freer_of(store).wait()
+    wait_for_frees(store)
     count: int = store.stats()["objects"]
     return count
 
