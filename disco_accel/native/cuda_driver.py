@@ -97,11 +97,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    """``libcuda.so.1``, initialised.
-
-    Raises:
-        ExecutionError: it is not there, too old, or does not start.
-    """
+    """``libcuda.so.1``, initialised. Raises ExecutionError: it is not there, too old, or does not start."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         for name, types in _FUNCTIONS.items():
@@ -181,11 +177,8 @@ class CudaMapping:
 
     def allow(self, *, writes: bool) -> None:
         """Let the device read, and write if ``writes``. Queued work must not need more: it would end with an illegal
-        address, and all of this process's work on the device with it.
-
-        Raises:
-            ExecutionError: the driver does not do this.
-        """
+        address, and all of this process's work on the device with it. Raises ExecutionError: the driver does not do
+        this."""
         flags, place = _READ_WRITE if writes else _READ, _Location(_DEVICE, self.ordinal)
         wanted = _AccessDescription(place, flags)
         call_driver("cuMemSetAccess", self.address, self.nbytes, ctypes.byref(wanted), 1)
@@ -204,11 +197,8 @@ class CudaMapping:
 
 def create_mapping(ordinal: int, nbytes: int) -> tuple[int, CudaMapping]:
     """``nbytes`` new bytes, a multiple of the granularity: the descriptor to share them with, closed in programs that
-    this one starts, and their mapping here, to read and write. They hold anything.
-
-    Raises:
-        ExecutionError: the device has no memory, or the driver refuses.
-    """
+    this one starts, and their mapping here, to read and write. They hold anything. Raises ExecutionError: the device
+    has no memory, or the driver refuses."""
     handle = ask_driver("cuMemCreate", nbytes, _properties(ordinal), 0, kind=c_ulonglong)
     try:
         file = ask_driver("cuMemExportToShareableHandle", handle, _FILE_DESCRIPTOR, 0)
@@ -224,11 +214,8 @@ def create_mapping(ordinal: int, nbytes: int) -> tuple[int, CudaMapping]:
 
 
 def import_mapping(ordinal: int, file: int, nbytes: int, *, writes: bool) -> CudaMapping:
-    """The ``nbytes`` bytes behind the descriptor ``file`` of ``create_mapping``, which is not needed any more.
-
-    Raises:
-        ExecutionError: it is of another device, or of none.
-    """
+    """The ``nbytes`` bytes behind the descriptor ``file`` of ``create_mapping``, which is not needed any more. Raises
+    ExecutionError: it is of another device, or of none."""
     handle = ask_driver("cuMemImportFromShareableHandle", c_void_p(file), _FILE_DESCRIPTOR, kind=c_ulonglong)
     try:
         return _mapped(ordinal, handle, nbytes, writes=writes)

@@ -26,10 +26,8 @@ def cuda_folders(
     """The include folders to compile with, in their order, and, where ``home`` cannot be used, why.
 
     ``version``: PyTorch's CUDA, such as 13.0; None (a build for CPUs) takes any. ``home``: the variable CUDA_HOME,
-    which comes first. ``packages``: the folders that Python packages are installed in.
-
-    Raises:
-        ExtensionError: no folder has the headers of that major version; names the fault of each.
+    which comes first. ``packages``: the folders that Python packages are installed in. Raises ExtensionError: no folder
+    has the headers of that major version; names the fault of each.
     """
     major = None if version is None else int(version.split(".")[0])
     ignored = ""

@@ -92,11 +92,8 @@ def expected_numbers() -> dict[str, int]:
 
 
 def check_numbers(engine: Mapping[str, int], library: object) -> None:
-    """Compare with the numbers of the loaded ``library``, a path for the message.
-
-    Raises:
-        ExtensionError: they differ; names the first that does.
-    """
+    """Compare with the numbers of the loaded ``library``, a path for the message. Raises ExtensionError: they differ;
+    names the first that does."""
     ours = expected_numbers()
     differing = sorted(name for name in ours.keys() | engine.keys() if ours.get(name) != engine.get(name))
     if differing:

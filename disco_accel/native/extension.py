@@ -124,11 +124,8 @@ def load_allocator_shim() -> None:
 
 
 def cuda_include() -> tuple[Path, ...]:
-    """The folders of CUDA's headers: CUDA_HOME's, else those of PyTorch's own packages, else /usr/local/cuda's.
-
-    Raises:
-        ExtensionError: none has the headers of PyTorch's CUDA version.
-    """
+    """The folders of CUDA's headers: CUDA_HOME's, else those of PyTorch's own packages, else /usr/local/cuda's. Raises
+    ExtensionError: none has the headers of PyTorch's CUDA version."""
     packages = list(dict.fromkeys([Path(torch.__file__).parents[1], *map(Path, filter(None, sys.path))]))
     folders, ignored = cuda_folders(torch.version.cuda, os.environ.get("CUDA_HOME"), packages, TOOLKITS)
     if ignored:

@@ -98,11 +98,8 @@ class FileArena(HostMemory):
         return host_arena(nbytes)
 
     def _lock(self, piece: torch.Tensor, device: torch.device | None) -> object:
-        """For devices that only read: registered for writes, each page would become a copy.
-
-        Raises:
-            ConfigError: the device cannot read memory that is registered so.
-        """
+        """For devices that only read: registered for writes, each page would become a copy. Raises ConfigError: the
+        device cannot read memory that is registered so."""
         try:
             return pin(piece, device, read_only=True)
         except LockingRefused:

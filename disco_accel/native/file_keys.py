@@ -40,11 +40,8 @@ _Identity = list[int]
 
 
 def key_of_file(path: Path, meeting: Rendezvous, tell: Callable[[str], None]) -> str:
-    """32 hexadecimal digits for the bytes of the file ``path``.
-
-    Raises:
-        NotSharedError: it cannot be read, or changed meanwhile.
-    """
+    """32 hexadecimal digits for the bytes of the file ``path``. Raises NotSharedError: it cannot be read, or changed
+    meanwhile."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

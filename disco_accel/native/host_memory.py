@@ -59,11 +59,8 @@ class HostMemory:
     ) -> None:
         """``huge_pages`` asks the kernel for them; where it has none to give, pages are small as usual. ``watched``:
         the kernel tells which pages are written to, if it can; else tensors here are read to know. ``replaced``: bytes
-        that are given up for tensors that move here. ``gpu``: its NUMA node is asked for pages first.
-
-        Raises:
-            ExecutionError: the machine, or a limit of this process's, has less memory left.
-        """
+        that are given up for tensors that move here. ``gpu``: its NUMA node is asked for pages first. Raises
+        ExecutionError: the machine, or a limit of this process's, has less memory left."""
         require_left(nbytes, "an arena for weights or gradients", replaced)
         self._arena = self._map(nbytes)
         place_pages(self._arena, gpu, huge=huge_pages)
@@ -113,11 +110,8 @@ class HostMemory:
 
     def pin(self, device: torch.device | None = None) -> None:
         """Register the arena with CUDA piece by piece, once: copies from it are then asynchronous. ``device`` as in
-        ``pin``. Where a piece is refused, it and all behind it stay as they are, which is told once.
-
-        Raises:
-            ExecutionError: there is no CUDA.
-        """
+        ``pin``. Where a piece is refused, it and all behind it stay as they are, which is told once. Raises
+        ExecutionError: there is no CUDA."""
         if self._pinned is not None or not self.nbytes:
             return
         pinned: list[object] = []

@@ -94,10 +94,7 @@ class Rendezvous:
     @contextmanager
     def locked(self, key: str, tell: Callable[[str], None]) -> Iterator[None]:
         """Nobody else is inside for ``key``. While another process is, ``tell`` hears of it, in one of those that wait.
-
-        Raises:
-            NotSharedError: the folder takes no lock, or a dead process's child holds it.
-        """
+        Raises NotSharedError: the folder takes no lock, or a dead process's child holds it."""
         with ExitStack() as closing:
             file = self._lock(key, tell, closing)
         try:
@@ -161,11 +158,8 @@ class Rendezvous:
         return True
 
     def holders(self, key: str) -> Sequence[Holder]:
-        """Those of the list that may have a copy open. To be called under the lock.
-
-        Raises:
-            ValueError: the list is damaged.
-        """
+        """Those of the list that may have a copy open. To be called under the lock. Raises ValueError: the list is
+        damaged."""
         text = self.note(key)
         if not text:
             return []
@@ -181,11 +175,8 @@ class Rendezvous:
         return [(one[0], one[1], one[2]) for one in listed if _holds(one)]
 
     def write(self, key: str, holders: Sequence[Holder]) -> None:
-        """Replace the list, whole or not at all. To be called under the lock.
-
-        Raises:
-            NotSharedError: the folder cannot be written to.
-        """
+        """Replace the list, whole or not at all. To be called under the lock. Raises NotSharedError: the folder cannot
+        be written to."""
         self.set_note(key, json.dumps({"version": _VERSION, "key": key, "holders": holders}).encode())
 
     def note(self, key: str) -> bytes:
@@ -193,11 +184,8 @@ class Rendezvous:
         return _read(self._path(key, "json"))
 
     def set_note(self, key: str, text: bytes) -> None:
-        """Replace the note under ``key``, whole or not at all. To be called under the lock.
-
-        Raises:
-            NotSharedError: the folder cannot be written to.
-        """
+        """Replace the note under ``key``, whole or not at all. To be called under the lock. Raises NotSharedError: the
+        folder cannot be written to."""
         fresh = self._path(key, "new")
         try:
             # What a killed process has left is written over: the lock is ours.

@@ -86,11 +86,8 @@ class SharedCopy:
         return "loaded for all processes of this user" if self.is_new else "loaded before"
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in the copy that stands for ``tensor``, laid out alike.
-
-        Raises:
-            ExecutionError: the machine has no memory for it.
-        """
+        """The tensor in the copy that stands for ``tensor``, laid out alike. Raises ExecutionError: the machine has no
+        memory for it."""
         placed = self.arena.allocate(tensor.shape, tensor.dtype, tensor.stride())
         if self.is_new and tensor.numel():
             data = bytes_of(tensor.detach() if _is_plain(tensor) else _packed(tensor))

@@ -25,11 +25,8 @@ NO_NEW_WRITERS = WHOLE | 16 | fcntl.F_SEAL_SEAL
 
 def create_file(name: str, nbytes: int) -> int:
     """The descriptor of a new file of ``nbytes`` zeros in memory, closed in programs that this one starts. It is gone
-    when the last descriptor and mapping are. ``name`` is for those who look into ``/proc``.
-
-    Raises:
-        ExecutionError: the machine has no memory or no descriptors for it.
-    """
+    when the last descriptor and mapping are. ``name`` is for those who look into ``/proc``. Raises ExecutionError: the
+    machine has no memory or no descriptors for it."""
     try:
         file = os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -93,10 +90,8 @@ def map_file(
 
     With ``shared_writes`` all mappings of the file show its writes. Without, it shows the file's content until this
     process writes to a page: from then on that page is this process's own. The mapping lives as long as a tensor of its
-    storage; then ``freed`` is called, in any thread. The descriptor is not needed any more.
-
-    Raises:
-        ExecutionError: the file cannot be mapped so, such as a sealed one with ``shared_writes``.
+    storage; then ``freed`` is called, in any thread. The descriptor is not needed any more. Raises ExecutionError: the
+    file cannot be mapped so, such as a sealed one with ``shared_writes``.
     """
     # Here, so that a process which makes and seals files, and maps none, starts without it.
     import torch
@@ -122,11 +117,7 @@ _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 def lay_over(memory: torch.Tensor, file: int, *, shared_writes: bool = False) -> None:
     """Map the begin of ``file`` in the place of ``memory``, whole pages of a mapping of the caller's, with or without
-    shared writes as in ``map_file``. It ends with that mapping.
-
-    Raises:
-        ExecutionError: the file cannot be mapped.
-    """
+    shared writes as in ``map_file``. It ends with that mapping. Raises ExecutionError: the file cannot be mapped."""
     if memory.nbytes == 0:
         return
     assert memory.data_ptr() % mmap.PAGESIZE == 0 and memory.nbytes % mmap.PAGESIZE == 0

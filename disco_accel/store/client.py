@@ -20,10 +20,11 @@ from disco_accel.native.shared_memory import lay_over, map_file
 from disco_accel.store import offload, saved_activations
 from disco_accel.store.connection import Channel, ask_figures, ask_page
 from disco_accel.store.cuda_objects import CudaObjects
-from disco_accel.store.grant_page import GrantView
 from disco_accel.store.messages import (
     DEVICE_PAGE,
     DTYPES,
+    GPU_MEMORY,
+    GRANT,
     MAX_AMOUNT,
     MAX_DEVICES,
     MAX_NEXT_USE,
@@ -33,13 +34,14 @@ from disco_accel.store.messages import (
     Reply,
     Request,
     Tier,
+    grant_words,
+    is_silent,
     mask_of,
     nbytes_of,
     words_of,
 )
 from disco_accel.store.objects import footprint_of
 from disco_accel.store.socket_path import client_label, socket_path
-from disco_accel.store.tiers import DeviceKind
 
 TIMEOUT = 300.0
 """Seconds after which a store that does not answer counts as gone. A get may wait for clients to end their steps."""
@@ -68,7 +70,7 @@ class Store:
         self._channel = channel
         self._lock = threading.Lock()
         self._written: dict[int, _WrittenObject] = {}
-        self._view: GrantView | None = None
+        self._grant: memoryview[int] | None = None
         self._gpu: CudaObjects | None = None
         self._device: torch.device | None = None
 
@@ -156,10 +158,8 @@ class Store:
 
         Tensors of it that this process still has keep their content; later writes to them are seen by them alone.
         ``next_use``: in so many seconds it is used next, and is brought back before; a later put of anybody who reads
-        it says so anew.
-
-        Raises:
-            StoreError: another mapping can still write to it, such as a forked process's; it is as before then.
+        it says so anew. Raises StoreError: another mapping can still write to it, such as a forked process's; it is as
+        before then.
         """
         if next_use is not None and not 0 <= next_use * 1e6 <= MAX_NEXT_USE:
             raise ConfigError(f"next_use: {next_use} is not a number of seconds from now")
@@ -206,11 +206,8 @@ class Store:
 
     def free(self, id: int) -> None:
         """The object ``id`` of this process is no more. Tensors of it stay as they are; its memory is free once they,
-        and those of other processes, are gone.
-
-        Raises:
-            StoreError: there is no such object, or another process created it.
-        """
+        and those of other processes, are gone. Raises StoreError: there is no such object, or another process created
+        it."""
         self._channel.ask(Request(Opcode.FREE, object=_name(id)))
         with self._lock:
             written = self._written.pop(id, None)
@@ -244,8 +241,8 @@ class Store:
         _reply, file = self._channel.ask(request)
         if file is not None:
             try:
-                if self._view is None:
-                    self._view = GrantView(file)
+                if self._grant is None:
+                    self._grant = grant_words(file)
             finally:
                 os.close(file)
 
@@ -257,14 +254,14 @@ class Store:
             StoreError: nothing was wanted.
             StoreGone: the store has ended; nobody keeps the grant for this process.
         """
-        view = self._view
-        if view is None:
+        words = self._grant
+        if words is None:
             self._channel.check()
             raise StoreError("granted: nothing was wanted; call wanted(least, wish) first")
-        if view.silent:
+        if is_silent(words):
             self._channel.alive()
         self._channel.check()
-        return view.grant
+        return words[GRANT]
 
     def held(self, nbytes: int) -> None:
         """This process now holds ``nbytes`` of its budget: it has shrunk to its grant, or taken it."""
@@ -298,7 +295,7 @@ class Store:
     def close(self) -> None:
         """End the connection. Tensors stay readable."""
         self._channel.close()
-        self._view = None
+        self._grant = None
         with self._lock:
             written, self._written = self._written, {}
         for item in written.values():
@@ -314,14 +311,11 @@ class Store:
 
     @property
     def device(self) -> torch.device:
-        """Of tensors of the device tier: ``cpu`` where that is a slice of host memory.
-
-        Raises:
-            StoreError: this process does not see the store's GPU.
-        """
+        """Of tensors of the device tier: ``cpu`` where that is a slice of host memory. Raises StoreError: this process
+        does not see the store's GPU."""
         if self._device is None:
             figures = ask_page(self._channel, DEVICE_PAGE)
-            if figures["device_kind"] == DeviceKind.CUDA:
+            if figures["device_kind"] == GPU_MEMORY:
                 self._gpu = CudaObjects.of(figures)
             self._device = torch.device("cpu") if self._gpu is None else self._gpu.device
         return self._device

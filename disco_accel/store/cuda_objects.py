@@ -68,11 +68,8 @@ class CudaObjects:
 
     @classmethod
     def of(cls, figures: Mapping[str, int]) -> CudaObjects:
-        """For the device that a store's ``figures`` name.
-
-        Raises:
-            StoreError: PyTorch does not see it in this process.
-        """
+        """For the device that a store's ``figures`` name. Raises StoreError: PyTorch does not see it in this
+        process."""
         wanted = struct.pack("<qq", figures["device_id_low"], figures["device_id_high"])
         if not torch.cuda.is_available():
             raise StoreError(

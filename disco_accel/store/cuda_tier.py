@@ -23,8 +23,9 @@ from disco_accel.native.cuda_driver import (
     granularity,
 )
 from disco_accel.sizes import format_size
+from disco_accel.store.messages import GPU_MEMORY
 from disco_accel.store.objects import footprint_of
-from disco_accel.store.tiers import LATENCY, DeviceKind
+from disco_accel.store.tiers import LATENCY
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _VIRTUAL_MEMORY, _SHARES_FILES = 102, 103
@@ -41,12 +42,12 @@ _NON_BLOCKING, _DISABLE_TIMING, _PORTABLE = 1, 2, 1
 
 
 class CudaTier:
-    """Memory of the machine's first GPU. ``limit``: bytes that the store may give out there.
+    """Memory of the machine's first GPU; see ``DeviceTier``. ``limit``: bytes that the store may give out there.
 
     The context is the device's primary one in this process. Any thread may call; each call makes it current.
     """
 
-    kind = DeviceKind.CUDA
+    kind = GPU_MEMORY
     bandwidth: float | None = None
 
     def __init__(self, limit: int) -> None:
@@ -83,7 +84,7 @@ class CudaTier:
         self._rate = _FIRST_GUESS
         self._enter()
         self._fresh = new_stream()
-        self._loads, self._saves = CudaLane(), CudaLane()
+        self._loads, self._saves = _CudaLane(), _CudaLane()
         self._check_read_only()
 
     def _enter(self) -> None:
@@ -99,7 +100,6 @@ class CudaTier:
             probe.unmap()
 
     def allocate(self, name: str, nbytes: int) -> int:
-        """As ``DeviceTier`` says; zeros."""
         del name
         self._enter()
         size = footprint_of(max(1, nbytes), self.grain)
@@ -115,19 +115,17 @@ class CudaTier:
         return file
 
     def seal(self, file: int) -> bool:
-        """As ``DeviceTier`` says. Clients map final objects read-only; nothing stops a program of this user that calls
+        """Clients map final objects read-only; nothing stops a program of this user that calls
         the driver itself."""
         return True
 
     def load(self, source: int, target: int, nbytes: int, cancelled: threading.Event) -> None:
-        """As ``DeviceTier`` says."""
         begun = time.monotonic()
         self._enter()
         self._loads.load(source, self._mappings[target].address, nbytes, cancelled)
         self._note(nbytes, begun, cancelled)
 
     def save(self, source: int, target: int, nbytes: int, cancelled: threading.Event) -> None:
-        """As ``DeviceTier`` says."""
         begun = time.monotonic()
         self._enter()
         self._saves.save(self._mappings[source].address, target, nbytes, cancelled)
@@ -138,11 +136,11 @@ class CudaTier:
             self._rate = (self._rate + nbytes / max(1e-9, time.monotonic() - begun)) / 2
 
     def seconds(self, nbytes: int) -> float:
-        """As ``DeviceTier`` says: of the copies so far, the last counting most."""
+        """Of the copies so far, the last counting most."""
         return LATENCY + nbytes / self._rate
 
     def close(self, file: int) -> None:
-        """As ``DeviceTier`` says. Raises DeviceLost where the driver does not take memory back."""
+        """Raises DeviceLost where the driver does not take memory back."""
         # Before the descriptor's number can be another's.
         mapping = self._mappings.pop(file, None)
         try:
@@ -165,7 +163,7 @@ class _Piece:
     copied: int
 
 
-class CudaLane:
+class _CudaLane:
     """Copies between files in host memory and a GPU in one direction: a stream, and two page-locked pieces that a copy
     of the host's and one of the GPU's use in turn. Used by one thread at a time, in which the device's context is
     current.

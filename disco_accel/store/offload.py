@@ -140,11 +140,7 @@ class OffloadedWeight(torch.Tensor):
 
     def fetch(self) -> torch.Tensor:
         """The weight itself, brought back if it was evicted: a plain tensor that stays while it lives. Not for hands
-        that could write to it.
-
-        Raises:
-            StoreFull, StoreGone: as ``Store.get``.
-        """
+        that could write to it. Raises StoreFull, StoreGone: as ``Store.get``."""
         item = self._weight.item
         seconds, soon = self._uses.use(self._weight)
         memory = item.store.get(item.id)

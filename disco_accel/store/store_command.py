@@ -65,25 +65,25 @@ def store(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from disco_accel.store.capacity_ledger import Limits
+    from disco_accel.store.capacity_ledger import CapacityLedger
     from disco_accel.store.server import Server
     from disco_accel.store.socket_path import socket_path
 
     quota, quotas = parse_quotas(options.quota)
-    limits = Limits(parse_size(options.host), parse_size(options.device), quota, quotas)
+    ledger = CapacityLedger(parse_size(options.host), parse_size(options.device), quota, quotas)
     rate = None if options.link_bandwidth is None else parse_rate(options.link_bandwidth)
-    tier = _tier(options.device_kind, limits.device, rate)
+    tier = _tier(options.device_kind, ledger.device, rate)
     # Each object is a file in memory, with a descriptor in the store.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    server = Server(socket_path(options.socket), limits, options.policy, tier)
+    server = Server(socket_path(options.socket), ledger, options.policy, tier)
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda *_: server.stop())
     link = "" if rate is None else f" behind {format_size(int(rate))}/s"
     link += f" of {tier.name}" if tier.name else ""
     print(
-        f"store at {server.path}: host {format_size(limits.host)}, device {format_size(limits.device)}{link}, "
+        f"store at {server.path}: host {format_size(ledger.host)}, device {format_size(ledger.device)}{link}, "
         f"policy {options.policy}",
         flush=True,
     )
@@ -93,11 +93,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def parse_quotas(texts: Sequence[str]) -> tuple[int | None, dict[str, int]]:
-    """Bytes for each client, None for no limit, and for clients of a label: of ``4GiB`` and ``train-a=8GiB``.
-
-    Raises:
-        ConfigError: one is no such thing, or is given twice.
-    """
+    """Bytes for each client, None for no limit, and for clients of a label: of ``4GiB`` and ``train-a=8GiB``. Raises
+    ConfigError: one is no such thing, or is given twice."""
     from disco_accel.store.messages import is_label
 
     found: dict[str, int] = {}

@@ -162,11 +162,7 @@ def store_bytes(
     store: ObjectStore, content: torch.Tensor, next_use: float | None = None
 ) -> tuple[StoredObject, torch.Tensor]:
     """A new object of the device tier with ``content`` (1-d bytes), final; and its memory, which keeps it on the
-    device.
-
-    Raises:
-        StoreFull, StoreGone: as ``Store.create``.
-    """
+    device. Raises StoreFull, StoreGone: as ``Store.create``."""
     nbytes = content.numel()
     made = StoredObject(store, store.create((nbytes,), torch.uint8, device="device"), nbytes)
     memory = store.get(made.id)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from disco_accel.store.capacity_ledger import Limits
+from disco_accel.store.capacity_ledger import CapacityLedger
 from disco_accel.store.client import Store
 from disco_accel.store.server import Server
 from disco_accel.store.stored_object import wait_for_frees
@@ -34,7 +34,8 @@ def serving(
     quotas: Mapping[str, int] | None = None,
 ) -> Iterator[Server]:
     """A store in a thread. Nothing of it is left afterwards: no socket, no descriptor."""
-    server = Server(folder / "own" / "store", Limits(host, device, quota, quotas or {}), policy, SharedMemoryTier(rate))
+    ledger = CapacityLedger(host, device, quota, quotas or {})
+    server = Server(folder / "own" / "store", ledger, policy, SharedMemoryTier(rate))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
