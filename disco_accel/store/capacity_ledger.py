@@ -18,8 +18,8 @@ class CapacityLedger:
     """Bytes by their users. First-class memory comes first, then objects in use, then budgets; idle objects make way
     for all of these.
 
-    ``host``, ``device``: bytes of each tier; all devices have as many. ``device_used``, ``host_used``: bytes of files of
-    each tier, those that moves fill included. ``demand``: bytes that objects wait for on the device.
+    ``host``, ``device``: bytes of each tier; all devices have as many. ``device_used``, ``host_used``: bytes of files
+    of each tier, those that moves fill included. ``demand``: bytes that objects wait for on the device.
     """
 
     def __init__(

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -61,8 +60,8 @@ class _WrittenObject:
 class Store:
     """A connection to a store, for all threads of the process that made it.
 
-    Its end, also that of its process, frees the objects that it created; those that others read live until these let
-    go. Every method raises StoreGone where the store has ended, and StoreError where a forked process calls it.
+    Its end, also that of its process, frees the objects that it created, once nobody reads them. Every method raises
+    StoreGone where the store has ended, and StoreError where a forked process calls it.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -224,7 +223,7 @@ class Store:
 
     def wanted(self, least: int, wish: int, devices: Collection[int] = (0,), run: int = 0) -> None:
         """This process wants a budget of device memory of at least ``least`` bytes and at most ``wish`` on each of
-        ``devices``; both 0: none any more. ``granted`` says what it gets on each, now and later. ``run``: a number that
+        ``devices``; both 0: none any more. ``granted`` is its share of each, now and later. ``run``: a number that
         processes have in common which wait for each other in each step: all of them get their leasts, or none."""
         for key, value in (("least", least), ("wish", wish)):
             if not 0 <= value <= MAX_AMOUNT:
@@ -304,9 +303,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
     @property
@@ -314,7 +311,7 @@ class Store:
         """Of tensors of the device tier: ``cpu`` where that is a slice of host memory. Raises StoreError: this process
         does not see the store's GPU."""
         if self._device is None:
-            figures = ask_page(self._channel, DEVICE_PAGE)
+            figures, _pages = ask_page(self._channel, DEVICE_PAGE)
             if figures["device_kind"] == GPU_MEMORY:
                 self._gpu = CudaObjects.of(figures)
             self._device = torch.device("cpu") if self._gpu is None else self._gpu.device

@@ -1,8 +1,7 @@
 """A client's objects in the memory of a GPU, as tensors without a copy.
 
 Kernels run later than the calls that start them. So memory is given back to the store, or handed to other processes,
-when all that this process had queued on the GPU by then is done, on whatever stream: a tensor may have been used on
-any.
+when all work that this process had queued on the GPU by then is done, on any stream.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -40,13 +38,8 @@ class _Exposed:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Dropped:
-    """Memory whose last tensor has gone. ``freed`` tells the store."""
-
-    mapping: CudaMapping
-    freed: Callable[[], None]
-
+_Dropped = tuple[CudaMapping, Callable[[], None]]
+"""Memory whose last tensor has gone, and a function that tells the store."""
 
 _objects: dict[int, CudaObjects] = {}
 _making = threading.Lock()
@@ -108,7 +101,7 @@ class CudaObjects:
             mapping.unmap()
             raise
         self._mappings[mapping.address] = mapping
-        weakref.finalize(exposed, self._drop, _Dropped(mapping, freed)).atexit = False
+        weakref.finalize(exposed, self._drop, (mapping, freed)).atexit = False
         return made
 
     def let_write(self, memory: torch.Tensor, writes: bool) -> None:
@@ -164,11 +157,13 @@ class CudaObjects:
                 if isinstance(one, threading.Event):
                     one.set()
                     continue
-                self._mappings.pop(one.mapping.address, None)
+                mapping, freed = one
+                self._mappings.pop(mapping.address, None)
                 with suppress(ExecutionError):
-                    one.mapping.unmap()
-                one.freed()
+                    mapping.unmap()
+                freed()
                 self.ended += 1
+                del freed
             # They hold the connection.
             batch.clear()
             del one

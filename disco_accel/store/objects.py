@@ -13,13 +13,13 @@ from disco_accel.eviction import Candidate, Policy
 from disco_accel.store.messages import Opcode, Tier
 
 LEAD = 1.5
-"""An evicted object whose use was announced starts back so many times the duration of its copy, and of those before it
-on the link, ahead: half as long again, for others that come in between."""
+"""How early an evicted object starts back before its announced use, in durations of its copy and of the copies before
+it on the link: half as long again, for others that come in between."""
 _LATE, _CROWD = 0.1, 2.0
 """Of an announced use: the part of loads ahead of time that come too late, and how much more a busy link delays others
 than its mean says, because loads come in bursts. Tried on the sequences of ``benchmarks/store/policies.py`` with links
-of 1.5 to 10 GB/s: without both, a link of which a third is used doubles the waits; with a quarter in the place of all
-three terms, waits fall by 30 % instead of 15 to 25 % on a free link."""
+of 1.5 to 10 GB/s. Without both, a link of which a third is used doubles the waits. A quarter in the place of all three
+terms reduces the waits on a free link by 30 % instead of 15 to 25 %."""
 _NO_TIME = 1e-9
 """Seconds of a copy that takes none."""
 

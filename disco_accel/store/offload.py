@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -125,13 +123,8 @@ class OffloadedWeight(torch.Tensor):
         made._weight, made._uses = weight, uses
         return made
 
-    def __init__(self, weight: _Weight, uses: _WeightUses, layout: Layout) -> None:
+    def __init__(self, *_given: object) -> None:
         """See ``__new__``."""
-
-    @property
-    def weight(self) -> _Weight:
-        """Of which it is the whole or a part."""
-        return self._weight
 
     @property
     def layout_in_store(self) -> Layout:
@@ -190,7 +183,6 @@ class OffloadedWeight(torch.Tensor):
     data_ptr = untyped_storage = storage = numpy = __array__ = __dlpack__ = share_memory_ = _no_memory
 
     def tolist(self) -> Any:
-        """Its numbers."""
         return self.fetch().tolist()
 
     @property
@@ -215,16 +207,11 @@ class OffloadedWeight(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Files have the weight, and know nothing of a store."""
-        return copy_of(self).__reduce_ex__(protocol)
+        return self.__deepcopy__({}).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without its content, which would have to be fetched."""
         return f"OffloadedWeight('{self._weight.name}', size={tuple(self.size())}, dtype={self.dtype})"
-
-
-def copy_of(tensor: OffloadedWeight) -> torch.Tensor:
-    """A plain tensor, or parameter, with its content."""
-    return copy.deepcopy(tensor, {})
 
 
 def _is_view(func: Any) -> bool:
@@ -238,7 +225,7 @@ def _view(func: Any, part: OffloadedWeight, args: tuple[Any, ...], kwargs: dict[
 
     def of_the_weight(view: torch.Tensor) -> OffloadedWeight:
         there = Layout(view.dtype, tuple(view.size()), view.stride(), int(view.storage_offset()))
-        return OffloadedWeight(part.weight, part._uses, there)
+        return OffloadedWeight(part._weight, part._uses, there)
 
     return tree_map_only(torch.Tensor, of_the_weight, func(part.layout_in_store.empty("meta"), *args, **kwargs))
 
@@ -251,7 +238,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         for tensor in value if isinstance(value, list | tuple) else [value]:
             if isinstance(tensor, OffloadedWeight):
-                _refuse(tensor.weight.name, func.__name__)
+                _refuse(tensor._weight.name, func.__name__)
 
 
 def _refuse(name: str, how: str) -> NoReturn:
@@ -313,16 +300,14 @@ class Offloaded:
     def __enter__(self) -> Offloaded:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.remove()
 
     def _restore(self, name: str, last: bool) -> bool:
         """Bring one back; False where the store has no room for it now, an error if it is the ``last`` to be tried."""
         parameter = self._parameters[name]
         if isinstance(parameter, OffloadedWeight):
-            store = parameter.weight.item.store
+            store = parameter._weight.item.store
             try:
                 plain = torch.nn.Parameter(parameter.copied(), requires_grad=False)
             except StoreFull:
@@ -336,7 +321,7 @@ class Offloaded:
         return True
 
     def _store(self, store: ObjectStore, name: str, parameter: torch.nn.Parameter) -> None:
-        """Move one parameter: all who held it hold one that is in the store."""
+        """Move one parameter: all its holders hold one that is in the store."""
         with torch.no_grad():
             span = span_of(parameter)
             item, _memory = store_bytes(store, bytes_in(parameter, span))
@@ -354,8 +339,8 @@ def offload(store: ObjectStore, module: torch.nn.Module, *, min_bytes: int = MIN
     Each op that reads one fetches it, in forward, backward and recomputation, and drops it; in between it may be
     evicted. From the second forward of ``module`` on, it is announced with the time after which it was used again in
     the step before, and asked back some uses ahead in the order of that step. Trained parameters, small ones and
-    buffers stay. Parameters that several modules share are moved once, and all who hold a parameter, an optimizer too,
-    hold the moved one. Bits are those without.
+    buffers stay. Parameters that several modules share are moved once, and all holders of a parameter, an optimizer
+    too, hold the moved one. Bits are those without.
 
     Until ``remove``, the weights are read-only (StoreError), and exist in the store alone.
 

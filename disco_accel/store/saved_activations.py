@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -275,50 +275,41 @@ class _Version:
         return self._counter
 
 
+@dataclass(eq=False, slots=True)
 class _Stored:
     """A saved tensor in the store. Autograd holds it for as long as a backward may need it.
 
     ``layout``: of the tensor in the object's bytes; with ``compact`` those are its elements alone, laid out so, and it
-    lies in more bytes with gaps.
+    lies in more bytes with gaps. ``begun``: when it was saved.
     """
 
-    __slots__ = ("_begun", "_compact", "_layout", "_nbytes", "_number", "_object", "_step", "_used", "_version")
-
-    def __init__(
-        self,
-        step: _SavedStep,
-        number: int,
-        version: _Version,
-        item: StoredObject,
-        layout: Layout,
-        compact: Layout | None,
-        nbytes: int,
-    ) -> None:
-        self._step, self._number, self._version, self._object = step, number, version, item
-        self._layout, self._compact, self._nbytes = layout, compact, nbytes
-        self._begun, self._used = time.monotonic(), False
+    step: _SavedStep
+    number: int
+    version: _Version
+    item: StoredObject
+    layout: Layout
+    compact: Layout | None
+    nbytes: int
+    begun: float = field(default_factory=time.monotonic)
+    used: bool = False
 
     def __del__(self) -> None:
         # Ctrl-C may have come before anything was set.
-        step: _SavedStep | None = getattr(self, "_step", None)
+        step: _SavedStep | None = getattr(self, "step", None)
         if step is not None:
-            step.live.discard(self._number)
+            step.live.discard(self.number)
 
     def get(self) -> torch.Tensor:
-        """The tensor, brought back if it was evicted; its memory is this process's as long as it lives.
-
-        Raises:
-            RuntimeError: it was written to since.
-            StoreFull, StoreGone: as ``Store.get``.
-        """
-        self._version.check(self._layout.size)
-        item, step = self._object, self._step
+        """The tensor, brought back if it was evicted; its memory is this process's as long as it lives. Raises
+        RuntimeError where it was written to since, StoreFull and StoreGone as ``Store.get``."""
+        self.version.check(self.layout.size)
+        item, step = self.item, self.step
         with step.lock:
-            ahead = step.ahead(self._number)
-            if not self._used:
-                self._used = True
-                step.order.note(self._number, self._nbytes, time.monotonic() - self._begun)
-                item.expected.pop(self._number, None)
+            ahead = step.ahead(self.number)
+            if not self.used:
+                self.used = True
+                step.order.note(self.number, self.nbytes, time.monotonic() - self.begun)
+                item.expected.pop(self.number, None)
                 item.uses -= 1
         memory = item.memory
         if memory is None:
@@ -330,11 +321,11 @@ class _Stored:
         for other in ahead:
             other.store.prefetch(other.id)
         with torch.no_grad():
-            if self._compact is None:
+            if self.compact is None:
                 # A backward may write to its saved tensors (cuDNN's recurrent layers, fused losses). In host memory it
                 # then writes to pages of its own; a GPU has no such pages.
-                return self._layout.lay_on(memory if memory.is_cpu else memory.clone())
-            return self._layout.empty(memory.device).copy_(self._compact.lay_on(memory))
+                return self.layout.lay_on(memory if memory.is_cpu else memory.clone())
+            return self.layout.empty(memory.device).copy_(self.compact.lay_on(memory))
 
 
 def _with_room(store: ObjectStore, step: _SavedStep, ask: Callable[[], _T]) -> _T:

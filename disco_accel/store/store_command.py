@@ -161,8 +161,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def interposed_library() -> Path:
-    """The library that counts a program's device memory from within (``docs/first_class.md``), built on first use: it
-    stands in front of CUDA's calls that allocate and free. Raises ExtensionError."""
+    """The library that counts a program's device memory from within (``docs/first_class.md``), built on first use: its
+    functions replace CUDA's that allocate and free. Raises ExtensionError."""
     from disco_accel.native.plain_library import ROOT, build_plain
 
     sources = [f"interpose/{source.name}" for source in sorted((ROOT / "interpose").glob("*.cpp"))]

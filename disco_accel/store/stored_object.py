@@ -26,26 +26,13 @@ class ObjectStore(Protocol):
     """The part of ``Store`` that offloaded weights and saved activations use; its docstrings hold."""
 
     @property
-    def device(self) -> torch.device:
-        """Of tensors of the device tier."""
-
-    def create(self, shape: Sequence[int], dtype: torch.dtype, device: str = "host") -> int:
-        """A new object."""
-
-    def get(self, id: int) -> torch.Tensor:
-        """Its tensor."""
-
-    def put(self, id: int, next_use: float | None = None) -> None:
-        """Its content is final, and its next use so many seconds away."""
-
-    def free(self, id: int) -> None:
-        """It is no more."""
-
-    def prefetch(self, id: int) -> None:
-        """It is used soon."""
-
-    def stats(self) -> dict[str, Any]:
-        """Its figures."""
+    def device(self) -> torch.device: ...
+    def create(self, shape: Sequence[int], dtype: torch.dtype, device: str = "host") -> int: ...
+    def get(self, id: int) -> torch.Tensor: ...
+    def put(self, id: int, next_use: float | None = None) -> None: ...
+    def free(self, id: int) -> None: ...
+    def prefetch(self, id: int) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)

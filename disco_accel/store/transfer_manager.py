@@ -60,7 +60,8 @@ class TransferManager:
         self.ledger = ledger
         self.lanes = lanes
         self.counts: Counter[str] = Counter()
-        """Figures since the store began. A hit is a get of an object that was there; waiting gets and creations stall."""
+        """Figures since the store began. A hit is a get of an object that was there; other gets and creations may wait,
+        and their waits are the stall."""
         self.moving: dict[int, Object] = {}
         self.alive: dict[int, Object] = {}
         """All that have memory or wait for it, also those whose name is gone."""
