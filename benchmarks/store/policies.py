@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.common.provenance import provenance
 from disco_accel.eviction import STORE_POLICIES, Candidate, Policy
 from disco_accel.graph.files import write_atomically
-from disco_accel.store.victims import LEAD, BusyShare, UseHistory, victims
+from disco_accel.store.objects import LEAD, BusyShare, UseHistory, victims
 
 MIB = 1 << 20
 LATENCY = 1e-4

@@ -10,7 +10,7 @@ import torch
 from disco_accel.errors import ConfigError
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.native.device_types import DEVICE_TYPES
-from disco_accel.native.engine_numbers import OPTIONS, Dispatch
+from disco_accel.native.engine_numbers import DISPATCHES, OPTIONS
 
 PIECE_SECONDS = 1e-3
 """How long a piece takes on a throttled link of the host device."""
@@ -89,9 +89,8 @@ def threads_beside(device: str, compute_threads: int | None) -> int:
 
 def engine_settings(options: EngineOptions) -> dict[str, float]:
     """The options as the numbers that the engine reads. Raises ConfigError naming the option."""
-    dispatches = {member.name.lower(): member for member in Dispatch}
-    if options.dispatch not in dispatches:
-        raise ConfigError(f"dispatch is '{options.dispatch}', but it is one of {', '.join(dispatches)}")
+    if options.dispatch not in DISPATCHES:
+        raise ConfigError(f"dispatch is '{options.dispatch}', but it is one of {', '.join(DISPATCHES)}")
     for name in ("lookahead", "seed", "link_latency", "link_jitter_seed", "copy_piece"):
         if (getattr(options, name) or 0) < 0:
             raise ConfigError(f"{name} is {getattr(options, name)}, but it cannot be negative")
@@ -106,7 +105,7 @@ def engine_settings(options: EngineOptions) -> dict[str, float]:
     if threads < 1 or host_threads < 1 or options.compute_streams < 1:
         raise ConfigError("compute_threads, host_threads and compute_streams are at least 1")
     settings = {
-        "dispatch": float(dispatches[options.dispatch]),
+        "dispatch": float(DISPATCHES.index(options.dispatch)),
         "seed": float(options.seed),
         "lookahead": float(options.lookahead),
         "copy_piece": float(copy_piece(options)),

@@ -36,11 +36,10 @@ from disco_accel.host_limits import require_left
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.arena import alias, host_arena, touched_bytes
 from disco_accel.native.backend import backend_of
-from disco_accel.native.engine_class import Engine, make_engine
+from disco_accel.native.engine_class import Engine, make_engine, op_table
 from disco_accel.native.engine_numbers import EngineStatus
 from disco_accel.native.extension import load_extension
 from disco_accel.native.host_memory import place_pages
-from disco_accel.native.op_table import op_table
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import is_shortage
 

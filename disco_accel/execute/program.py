@@ -24,6 +24,7 @@ from disco_accel.graph.values import (
     outlives_step,
 )
 from disco_accel.measure.record import OpRecord
+from disco_accel.native.engine_class import OpTable
 from disco_accel.native.engine_numbers import (
     COPIED_COLUMNS,
     EDGE_COLUMNS,
@@ -34,7 +35,6 @@ from disco_accel.native.engine_numbers import (
 )
 from disco_accel.native.host_memory import ALIGNMENT
 from disco_accel.native.op_encoding import dispatcher_overload, encode_args, encode_out_call, encode_spec, label
-from disco_accel.native.op_table import OpTable
 
 
 @dataclass(frozen=True, slots=True)

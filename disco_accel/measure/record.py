@@ -22,8 +22,8 @@ from disco_accel.graph.taskgraph import Arg, OpCall, TaskGraph, TensorArg, Tenso
 from disco_accel.graph.values import overwrites
 from disco_accel.measure.dynamic_scratch import loose_bytes
 from disco_accel.native.backend import backend_of, run_device
+from disco_accel.native.engine_class import OpTable, op_table
 from disco_accel.native.op_encoding import dispatcher_overload, encode_args, encode_out_call, label, op_overload
-from disco_accel.native.op_table import OpTable, op_table
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import is_shortage
 

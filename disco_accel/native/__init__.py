@@ -1,1 +1,1 @@
-"""Compiled libraries and what they need: memory that plans point into, ops as the engine reads them, CUDA."""
+"""Devices, compiled libraries, memory that plans point into, ops as the engine reads them."""

@@ -12,16 +12,13 @@ __all__ = ["alias", "device_arena", "host_arena", "is_arena", "touched_bytes"]
 
 
 def device_arena(nbytes: int, device: torch.device) -> torch.Tensor:
-    """One arena of exactly ``nbytes`` bytes on ``device``, as a 1-d uint8 tensor.
-
-    On the host it is an anonymous mapping between guard pages whose pages are untouched until used; on CUDA it is one
-    block of the caching allocator. Raises RuntimeError when the memory is not there.
-    """
+    """One arena of exactly ``nbytes`` bytes on ``device``, as a 1-d uint8 tensor: a mapping of host memory of its own,
+    or one block of CUDA's caching allocator. Raises RuntimeError when the memory is not there."""
     return backend_of(device).arena(nbytes)
 
 
 def is_arena(tensor: torch.Tensor) -> bool:
-    """Whether ops may be made to allocate in ``tensor``: PyTorch must not free what lies in it one by one."""
+    """Whether ops may be made to allocate in ``tensor``: PyTorch must not free the tensors in it one by one."""
     return backend_of(tensor.device).is_arena(tensor)
 
 
@@ -31,8 +28,5 @@ def touched_bytes(arena: torch.Tensor) -> int:
 
 
 def alias(arena: torch.Tensor, offset: int, nbytes: int, spec: TensorSpec) -> torch.Tensor:
-    """A tensor laid out as ``spec`` over bytes ``offset`` to ``offset + nbytes`` of ``arena``, which it keeps alive.
-
-    On the host the tensor has its own storage of exactly ``nbytes`` bytes, so saving it does not save the arena.
-    """
+    """A tensor laid out as ``spec`` over bytes ``offset`` to ``offset + nbytes`` of ``arena``, which it keeps alive."""
     return backend_of(arena.device).alias(arena, offset, nbytes, spec)

@@ -1,4 +1,4 @@
-"""What depends on the kind of device that a plan runs on: one class for each kind, chosen once by ``backend_of``."""
+"""The kinds of devices that plans run on: one class for each, chosen once by ``backend_of``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from disco_accel.errors import ConfigError
 from disco_accel.graph.taskgraph import TensorSpec
 from disco_accel.native.cuda_backend import CudaBackend
 from disco_accel.native.device_types import CUDA, DEVICE_TYPES, HOST
+from disco_accel.native.engine_class import OpTable
 from disco_accel.native.host_backend import HostBackend
-from disco_accel.native.op_table import OpTable
 from disco_accel.simulate.roofline import Speed
 
 
 class Backend(Protocol):
-    """A device and what running plans on it asks for. A new kind of device is a class like this in a file of its own,
-    entered in ``backend_of``; ``runtime_ext/torch/backend.h`` is its C++ side."""
+    """A device on which plans run. A new kind of device is a class like this in a file of its own, entered in
+    ``_BACKENDS``; ``runtime_ext/torch/backend.h`` is its C++ side."""
 
     @property
     def device(self) -> torch.device:
@@ -83,17 +83,15 @@ class Backend(Protocol):
         """All memory of the device, or as much as this process may use of it."""
 
     def facts(self) -> dict[str, Any]:
-        """Kind, name, memory in bytes and what else ``doctor`` tells of it."""
+        """Kind, name, memory in bytes and further facts for ``doctor``."""
 
     def resolve(self) -> torch.device:
         """``device`` as of now, a GPU with its index in any case. Raises ConfigError if it is not there."""
 
     def others(self, indices: Sequence[int], count: int) -> list[torch.device]:
         """The ``count`` devices of a plan, this one first. ``indices``: of GPUs, in the plan's order, of which a plan
-        of fewer devices takes the first; none: this one.
-
-        Raises ConfigError where these are too few, or cannot run one plan together.
-        """
+        of fewer devices takes the first; none: this one. Raises ConfigError where these are too few, or cannot run one
+        plan together."""
 
     def copies_straight(self, devices: Sequence[torch.device]) -> bool:
         """Whether bytes get from each of ``devices`` to each other without the host."""
@@ -105,7 +103,7 @@ class Backend(Protocol):
         """The device, its driver and its allocator, by name: a self-check's answer holds for these."""
 
     def prepare(self) -> None:
-        """Make ops on it recordable and plannable. Raises ExtensionError when what that needs cannot be built."""
+        """Make ops on it recordable and plannable. Raises ExtensionError when a library for that cannot be built."""
 
     def current(self) -> AbstractContextManager[object]:
         """It is PyTorch's current device inside."""
@@ -114,7 +112,7 @@ class Backend(Protocol):
         """One arena of exactly ``nbytes`` bytes, 1-d uint8. Raises RuntimeError when the memory is not there."""
 
     def is_arena(self, tensor: torch.Tensor) -> bool:
-        """Whether ops may be made to allocate in ``tensor``: PyTorch must not free what lies in it one by one."""
+        """Whether ops may be made to allocate in ``tensor``: PyTorch must not free the tensors in it one by one."""
 
     def touched_bytes(self, arena: torch.Tensor) -> int:
         """Bytes of ``arena`` that physical memory is behind."""
@@ -123,10 +121,8 @@ class Backend(Protocol):
         """A tensor laid out as ``spec`` over bytes ``offset`` to ``offset + nbytes`` of ``arena``, kept alive by it."""
 
     def pin(self, tensor: torch.Tensor) -> object:
-        """Page-lock a host tensor while the returned object lives; None where copies gain nothing by it.
-
-        Raises ExecutionError with the system's reason.
-        """
+        """Page-lock a host tensor while the returned object lives; None where copies gain nothing by it. Raises
+        ExecutionError with the system's reason."""
 
     def op_seconds(self, ops: OpTable, op: int) -> float:
         """Median time of op number ``op`` of the engine's op table ``ops``, over a few runs."""
@@ -204,10 +200,8 @@ def is_host(device: torch.device) -> bool:
 
 
 def run_device(name: str) -> torch.device:
-    """The device that ``name`` (cpu, cuda, cuda:1) means now; of a GPU the index is always given.
-
-    Raises ConfigError when it is another kind of device or not there.
-    """
+    """The device that ``name`` (cpu, cuda, cuda:1) means now; of a GPU the index is always given. Raises ConfigError
+    when it is another kind of device or not there."""
     return backend_of(torch.device(name)).resolve()
 
 

@@ -8,7 +8,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
@@ -19,7 +19,7 @@ from disco_accel.native.extension import load_extension
 
 
 class _Marker:
-    """Stands for something that is no object of a program's."""
+    """A value that is no object of a program's."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -38,7 +38,7 @@ _INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.i
 
 
 class Kind(IntEnum):
-    """What a container is; the numbers are those of ``runtime_ext/torch/python_watch.cpp``."""
+    """Kinds of containers; the numbers are those of ``runtime_ext/torch/python_watch.cpp``."""
 
     ATTRIBUTES = 0
     DICT = 1
@@ -50,23 +50,20 @@ class Kind(IntEnum):
 
 @functools.cache
 def _library() -> ctypes.PyDLL:
-    library = ctypes.PyDLL(str(load_extension()))
-    library.disco_watch_new.argtypes = [ctypes.py_object] * 2
-    library.disco_watch_new.restype = ctypes.c_int64
-    library.disco_watch_free.argtypes = [ctypes.c_int64]
-    library.disco_watch_free.restype = None
-    library.disco_watch_set.argtypes = [ctypes.c_int64] * 3 + [ctypes.py_object] * 2
-    library.disco_watch_set.restype = None
-    library.disco_watch_first_change.argtypes = [ctypes.c_int64] * 2
-    library.disco_watch_first_change.restype = ctypes.c_int64
-    library.disco_code_log_start.argtypes = [ctypes.py_object]
-    library.disco_code_log_start.restype = None
-    library.disco_code_log_collecting.argtypes = [ctypes.c_int]
-    library.disco_code_log_collecting.restype = None
-    library.disco_code_log_stop.argtypes = []
-    library.disco_code_log_stop.restype = None
-    library.disco_same_layouts.argtypes = [ctypes.c_int64]
-    library.disco_no_zero.argtypes = [ctypes.c_int64] * 3
+    library, number, thing = ctypes.PyDLL(str(load_extension())), ctypes.c_int64, ctypes.py_object
+    for name, result, arguments in (
+        ("watch_new", number, (thing, thing)),
+        ("watch_free", None, (number,)),
+        ("watch_set", None, (number, number, number, thing, thing)),
+        ("watch_first_change", number, (number, number)),
+        ("code_log_start", None, (thing,)),
+        ("code_log_collecting", None, (ctypes.c_int,)),
+        ("code_log_stop", None, ()),
+        ("same_layouts", ctypes.c_int, (number,)),
+        ("no_zero", ctypes.c_int, (number, number, number)),
+    ):
+        function = getattr(library, f"disco_{name}")
+        function.restype, function.argtypes = result, arguments
     return library
 
 
@@ -107,11 +104,8 @@ ExecutedCode = list[tuple[types.CodeType, dict[str, Any], bool]]
 
 @contextmanager
 def executed_code() -> Iterator[ExecutedCode]:
-    """The Python code that this thread begins to run inside; filled at the end.
-
-    Without the code of garbage collections, which happen anywhere: finalizers of unrelated objects, callbacks. Stays
-    empty where another profiler is active, which would be cut off.
-    """
+    """The Python code that this thread begins to run inside, filled at the end: without that of garbage collections,
+    which happen anywhere. Stays empty where another profiler is active, which would be cut off."""
     executed: ExecutedCode = []
     if sys.getprofile() is not None:
         yield executed
@@ -141,21 +135,20 @@ def executed_code() -> Iterator[ExecutedCode]:
         executed.extend(zip(entries[::3], entries[1::3], entries[2::3], strict=True))
 
 
-class WatchedLayouts:
-    """Whether plain tensors need gradients, their dtypes and shapes. While they are watched no two can be swapped."""
+def watched_layouts(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """A function that compares plain tensors with now: whether they need gradients, their dtypes and shapes. While it
+    lives no two can be swapped."""
+    native = torch.classes.disco_accel.WatchedLayouts(list(tensors))
+    same, address = _library().disco_same_layouts, native.address()
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._same = _library().disco_same_layouts
-        self._native = torch.classes.disco_accel.WatchedLayouts(list(tensors))
-        self._address = self._native.address()
+    def unchanged(_kept: object = native) -> bool:
+        return bool(same(address))
 
-    def same(self) -> bool:
-        """Whether they are as when this was made."""
-        return bool(self._same(self._address))
+    return unchanged
 
 
 def no_zero(tensor: torch.Tensor) -> bool:
-    """Whether no element is zero. For small tensors of integers on the CPU a fraction of what an op costs."""
+    """Whether no element is zero. Small tensors of integers on the CPU take a fraction of the time of an op."""
     plain = type(tensor) is torch.Tensor and tensor.dtype in _INTEGERS and tensor.is_cpu
     if not plain or not tensor.is_contiguous():
         return bool(tensor.all())

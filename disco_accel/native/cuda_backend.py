@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import torch
 from disco_accel.errors import ConfigError, ExecutionError
 from disco_accel.graph.taskgraph import TensorSpec
 from disco_accel.native.device_types import CUDA
+from disco_accel.native.engine_class import OpTable
+from disco_accel.native.engine_numbers import PEER_PATHS
 from disco_accel.native.extension import load_allocator_shim, load_extension
-from disco_accel.native.op_table import OpTable
-from disco_accel.native.peer_paths import all_direct, tell_of_peer_paths
 from disco_accel.simulate.machine import Machine
 from disco_accel.simulate.roofline import Speed
 from disco_accel.sizes import format_size
@@ -39,7 +40,7 @@ _PROBE_CYCLES = 2_000_000
 _MOST_CYCLES = 1_000_000_000
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _REFUSED = re.compile(r"cudaHostRegister failed with error (1|2|304|800|801):")
-"""Invalid value, memory, operating system, not permitted, not supported: what drivers answer where a limit is met."""
+"""Invalid value, memory, operating system, not permitted, not supported: answers of drivers at a limit."""
 _refusals: list[ExecutionError] = []
 """The first refusal to lock memory, which was told."""
 
@@ -117,11 +118,13 @@ class CudaBackend:
         if len(models) > 1:
             listed = ", ".join(f"{device} is {model}" for model, device in reversed(models.items()))
             raise ConfigError(f"devices: one plan runs on GPUs of one model, but {listed}; name GPUs that are alike")
-        tell_of_peer_paths(devices)
+        for source, target in permutations(dict.fromkeys(devices), 2):
+            _tell_of_peer_path(source, target)
         return devices
 
     def copies_straight(self, devices: Sequence[torch.device]) -> bool:
-        return all_direct(devices)
+        pairs = permutations(dict.fromkeys(devices), 2)
+        return all(peer_path(source, target) == "direct" for source, target in pairs)
 
     def hardware(self) -> str:
         return torch.cuda.get_device_name(self.device)
@@ -147,10 +150,7 @@ class CudaBackend:
             load_allocator_shim()
 
     def current(self) -> AbstractContextManager[object]:
-        """Calls into CUDA that name no device make a context on the current one, some hundred MiB of its memory.
-
-        PyTorch's guard sets the device from before back without making one there.
-        """
+        """Calls into CUDA that name no device make a context on the current one, some hundred MiB of its memory."""
         return torch.cuda.device(self.device)
 
     def arena(self, nbytes: int) -> torch.Tensor:
@@ -301,6 +301,28 @@ def tell_of_refusal(locked: int, nbytes: int, error: ExecutionError) -> None:
         format_size(nbytes),
         error,
     )
+
+
+@functools.cache
+def peer_path(source: torch.device, target: torch.device) -> str:
+    """One of ``PEER_PATHS``, tried at the first call for a pair of GPUs in this process."""
+    load_extension()
+    return PEER_PATHS[torch.ops.disco_accel.peer_path(str(source), str(target))]
+
+
+@functools.cache
+def _tell_of_peer_path(source: torch.device, target: torch.device) -> None:
+    """Log, once for a pair of GPUs, that a driver changes bytes on the way or that copies go through host memory."""
+    path = peer_path(source, target)
+    if path == "wrong_bytes":
+        logger.warning(
+            "other bytes arrive at %s than a copy straight from %s has sent, so copies between them go through host "
+            "memory; the driver or the machine's IOMMU is to blame, and other programs may compute with wrong bytes",
+            target,
+            source,
+        )
+    elif path == "no_access":
+        logger.info("%s has no access to the memory of %s: copies between them go through host memory", source, target)
 
 
 def _named(devices: Sequence[torch.device]) -> str:

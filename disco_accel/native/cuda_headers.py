@@ -1,4 +1,4 @@
-"""Which folders have the CUDA headers that the allocator shim is compiled against.
+"""The folders of the CUDA headers that the allocator shim is compiled against.
 
 PyTorch's CUDA wheels bring the runtime's headers without the folder ``crt`` that those include; Triton, which the same
 wheels depend on, brings all of them. A toolkit has all in one folder.
@@ -26,10 +26,8 @@ def cuda_folders(
     """The include folders to compile with, in their order, and, where ``home`` cannot be used, why.
 
     ``version``: PyTorch's CUDA, such as 13.0; None (a build for CPUs) takes any. ``home``: the variable CUDA_HOME,
-    which comes first. ``packages``: the folders that Python packages are installed in.
-
-    Raises:
-        ExtensionError: no folder has the headers of that major version; says what was found in each.
+    which comes first. ``packages``: the folders that Python packages are installed in. Raises ExtensionError: no folder
+    has the headers of that major version; names the fault of each.
     """
     major = None if version is None else int(version.split(".")[0])
     ignored = ""
@@ -84,14 +82,14 @@ def _goes_with(include: Path, major: int | None) -> bool:
     """Whether ``include`` is of the runtime's major version, or a package of the compiler's headers alone, which says
     no version and is installed beside the runtime's.
 
-    Others complete the runtime's headers too, after these: what those include is attributes for compilers; functions
-    and types, whose layouts count, are all the runtime's own.
+    Others complete the runtime's headers too, after these, which include from them attributes for compilers alone.
+    Functions and types, whose layouts count, are all the runtime's own.
     """
     return not (include / RUNTIME).exists() or not _fault(include, major)
 
 
 def _completing(include: Path, others: Sequence[Path]) -> tuple[Path, ...] | None:
-    """What may come after ``include`` so that nothing lacks: nothing, or one folder more; None if there is none."""
+    """The folders after ``include`` with which nothing lacks: none, or one more; None if there is no such folder."""
     if not _lack(include):
         return ()
     return next(((other,) for other in others if not _lack(other)), None)

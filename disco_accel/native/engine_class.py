@@ -1,19 +1,74 @@
-"""The engine's torchbind class as a type: what it looks like to Python."""
+"""The engine's torchbind classes, as types for Python."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from disco_accel.native.extension import load_extension
-from disco_accel.native.op_table import OpTable
+
+Recorded = tuple[list[int], list[int], list[int], list[torch.Tensor], list[int]]
+"""Sizes of the blocks of one call, when each was allocated and freed (-1: not), the tensors it returned, and the number
+of the block that holds each (-1: none, -2: the tensor is undefined)."""
+
+
+class OpTable(Protocol):
+    """Storages and prepared calls of one plan: ``torch.classes.disco_accel.Ops``. Every method may raise RuntimeError
+    that names the op, or the argument that does not fit."""
+
+    def set_device(self, device: str) -> None:
+        """Storages and calls added from now on are of ``device``, of the table's kind. Where an argument of theirs
+        names the table's own device, for which they were captured, they get this one."""
+
+    def set_host(self) -> None:
+        """The same of a device in host memory, beside the table's own."""
+
+    def add_fixed(self, address: int, nbytes: int) -> int:
+        """A storage over ``nbytes`` bytes at ``address``; its number."""
+
+    def add_external(self, nbytes: int) -> int:
+        """A storage whose address is bound before each step; its number."""
+
+    def add_op(self, name: str, overload: str, args: Any, label: str) -> int:
+        """A call with encoded ``args`` (``op_encoding.py``); its number. ``label``: its name in messages."""
+
+    def expect_result(self, op: int, mode: int, where: Any) -> None:
+        """The next returned tensor of a call: a ``ResultMode`` and an encoded tensor."""
+
+    def set_schedule(self, op: int, addresses: list[int], sizes: list[int]) -> None:
+        """Where the allocations of a call are served from, in order."""
+
+    def set_loose(self, op: int, address: int, nbytes: int) -> None:
+        """Room for allocations beyond those."""
+
+    def set_rng(self, op: int, slot: int, replay: bool) -> None:
+        """The call draws random numbers: see ``RngSite``."""
+
+    def run(self, op: int) -> None:
+        """Run a call on this thread."""
+
+    def is_direct(self, op: int) -> bool:
+        """Whether it runs without the dispatcher."""
+
+    def record(self, op: int) -> Recorded:
+        """Run a call with PyTorch's own allocator and report its allocations and results."""
+
+    def time(self, op: int, repeats: int) -> list[float]:
+        """Seconds of each of ``repeats`` runs."""
+
+
+def op_table(device: torch.device) -> OpTable:
+    """An empty table for ops on ``device``."""
+    load_extension()
+    return cast(OpTable, torch.classes.disco_accel.Ops(str(device)))
+
 
 LastError = tuple[int, int, str, bool, bool, bool, list[int], int, list[int], int]
-"""An ``EngineStatus``, the position of the vertex (-1: none), a message, whether the device found it later, is lost, is
-still draining; positions in flight and how many there were; pairs of a position that waits and one that it waits for
-(-1: none), one after the other, and how many there were."""
+"""An ``EngineStatus``, the position of the vertex (-1: none), a message, and three flags: the device found it later, is
+lost, is still draining. Then positions in flight and their number. Then pairs, one after the other, of a position that
+waits and one that it waits for (-1: none), and their number."""
 
 
 class Engine(Protocol):
@@ -23,10 +78,10 @@ class Engine(Protocol):
     """
 
     def expect_dtype(self, storage: int, dtype: str) -> None:
-        """What an external input of that storage must be."""
+        """The data type that an external input of that storage must have."""
 
     def expect_layout(self, storage: int, dtype: str, shape: Sequence[int], stride: Sequence[int]) -> None:
-        """The same with its layout."""
+        """The same, and its layout."""
 
     def bind(self, storages: list[int], externals: list[torch.Tensor]) -> tuple[int, str] | None:
         """Externals of the next step; the position of one that does not fit and why, None if all do."""
@@ -83,10 +138,10 @@ class Engine(Protocol):
         """Copies of a group's values in memory of their own."""
 
     def release(self, storages: list[int]) -> None:
-        """Let go of these tensors, which nothing in the step reads any more."""
+        """Drop these tensors, which nothing in the step reads any more."""
 
     def release_externals(self) -> None:
-        """Let go of the tensors bound last."""
+        """Drop the tensors bound last."""
 
 
 def make_engine(
@@ -104,13 +159,11 @@ def make_engine(
 ) -> Engine:
     """An engine for a program, whose tables have the columns of ``engine_numbers.py``.
 
-    ``arenas``: one for each device; ``places``: PyTorch's device that each is, "" for one in host memory; ``host``: of
-    offloaded values;
-    ``clean``: host memory that is only read; ``states``: homes of values that change, in memory of their own; all are
-    kept. ``options``: those of ``OPTIONS``.
-    ``links``: bandwidth and latency of each device that is not in host memory.
-
-    Raises RuntimeError for a program that would touch other memory, and for a device that does not start.
+    ``arenas``: one for each device. ``places``: PyTorch's name of each, "" for one in host memory. ``host``: memory of
+    offloaded values. ``clean``: host memory that is only read. ``states``: homes of values that change, in memory of
+    their own. All of it is kept. ``options``: those of ``OPTIONS``. ``links``: bandwidth and latency of each device
+    that is not in host memory. Raises RuntimeError for a program that would touch other memory, and for a device that
+    does not start.
     """
     load_extension()
     tables, memory = (vertices, edges, copied), (arenas, host, clean, states)

@@ -30,7 +30,7 @@ class VertexFlag(IntFlag):
 
 
 class ResultMode(IntEnum):
-    """Where the tensor that a call returns is to be."""
+    """The place of the tensor that a call returns."""
 
     PLACED = 0
     """At its planned address."""
@@ -40,7 +40,7 @@ class ResultMode(IntEnum):
 
 
 class EngineStatus(IntEnum):
-    """What a wait for the engine ended with."""
+    """Why a wait for the engine ended."""
 
     DONE = 0
     TIMEOUT = 1
@@ -50,13 +50,8 @@ class EngineStatus(IntEnum):
     IDLE = 5
 
 
-class Dispatch(IntEnum):
-    """Which of the ready vertices of a resource is launched next; an option has the name in lower case."""
-
-    PRIORITY = 0
-    RANDOM = 1
-    FIXED = 2
-    SYNCHRONOUS = 3
+DISPATCHES = ("priority", "random", "fixed", "synchronous")
+"""Orders in which the ready vertices of a resource are launched."""
 
 
 class CopyLane(IntEnum):
@@ -67,31 +62,14 @@ class CopyLane(IntEnum):
     P2P = 2
 
 
-class PeerPath(IntEnum):
-    """How bytes get from one GPU to another."""
-
-    DIRECT = 0
-    NO_ACCESS = 1
-    """Through host memory: one has no access to the other's."""
-    WRONG_BYTES = 2
-    """Through host memory: straight, other bytes arrived than were sent."""
-
-
+PEER_PATHS = ("direct", "no_access", "wrong_bytes")
+"""Ways of bytes from one GPU to another: straight; or through host memory, because one has no access to the other's
+memory, or because other bytes arrived straight than were sent."""
 OPTIONS = (
-    "dispatch",
-    "seed",
-    "lookahead",
-    "copy_piece",
-    "stall_timeout",
-    "time_ops",
-    "compute_threads",
-    "compute_streams",
-    "inline_compute",
-    "host_threads",
-    "link_jitter",
-    "link_jitter_seed",
+    *("dispatch", "seed", "lookahead", "copy_piece", "stall_timeout", "time_ops", "compute_threads"),
+    *("compute_streams", "inline_compute", "host_threads", "link_jitter", "link_jitter_seed"),
 )
-"""What the engine is told of ``EngineOptions``, each as a float."""
+"""Options of the engine, each a float: those of ``EngineOptions``."""
 
 
 def expected_numbers() -> dict[str, int]:
@@ -102,23 +80,20 @@ def expected_numbers() -> dict[str, int]:
         "flag": VertexFlag,
         "result": ResultMode,
         "status": EngineStatus,
-        "dispatch": Dispatch,
         "lane": CopyLane,
-        "peer": PeerPath,
     }
     return {
         **{f"columns.{name}": len(names) for name, names in columns.items()},
         **{f"{name}.{member.name}": int(member) for name, enum in enums.items() for member in enum},
         **{f"option.{name}": number for number, name in enumerate(OPTIONS)},
+        **{f"dispatch.{name.upper()}": number for number, name in enumerate(DISPATCHES)},
+        **{f"peer.{name.upper()}": number for number, name in enumerate(PEER_PATHS)},
     }
 
 
 def check_numbers(engine: Mapping[str, int], library: object) -> None:
-    """Compare with the numbers of the loaded ``library``, a path for the message.
-
-    Raises:
-        ExtensionError: they differ; names the first that does.
-    """
+    """Compare with the numbers of the loaded ``library``, a path for the message. Raises ExtensionError: they differ;
+    names the first that does."""
     ours = expected_numbers()
     differing = sorted(name for name in ours.keys() | engine.keys() if ours.get(name) != engine.get(name))
     if differing:

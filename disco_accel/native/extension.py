@@ -26,27 +26,10 @@ from disco_accel.native.plain_library import ROOT, ExtensionError, cache_root, r
 
 logger = logging.getLogger("disco_accel")
 
-_ROOT = ROOT
 _TORCH = (
-    "direct.cpp",
-    "planned_alloc.cpp",
-    "arena.cpp",
-    "write_watch.cpp",
-    "content_hash.cpp",
-    "content_key.cpp",
-    "watched_tensors.cpp",
-    "watch.cpp",
-    "python_watch.cpp",
-    "rng.cpp",
-    "workspace.cpp",
-    "wrapped_numbers.cpp",
-    "ops.cpp",
-    "ops_decode.cpp",
-    "engine_settings.cpp",
-    "program_tables.cpp",
-    "compute_thread.cpp",
-    "peer_paths.cpp",
-    "runtime_class.cpp",
+    *("direct", "planned_alloc", "arena", "write_watch", "content_hash", "content_key", "watched_tensors", "watch"),
+    *("python_watch", "rng", "workspace", "wrapped_numbers", "ops", "ops_decode", "engine_settings", "program_tables"),
+    *("compute_thread", "peer_paths", "runtime_class"),
 )
 _loaded: set[Path] = set()
 _FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fopenmp", "-fvisibility-inlines-hidden")
@@ -56,22 +39,18 @@ _FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fopenmp", "-fvisibility-inlines-hid
 def sources() -> list[Path]:
     """C++ files of the engine's library, in the order in which they are compiled. Each kind of device has a file with
     its side of PyTorch."""
-    core, sides = sorted((_ROOT / "core").glob("*.cpp")), sorted((_ROOT / "torch").glob("*_side.cpp"))
-    return [*core, *(_ROOT / "torch" / name for name in _TORCH), *sides]
+    core, sides = sorted((ROOT / "core").glob("*.cpp")), sorted((ROOT / "torch").glob("*_side.cpp"))
+    return [*core, *(ROOT / "torch" / f"{name}.cpp" for name in _TORCH), *sides]
 
 
 def _key(files: Sequence[Path], flags: Sequence[str]) -> str:
-    return sources_key(_ROOT, files, (torch.__version__, sys.version.split()[0], *flags))
+    return sources_key(ROOT, files, (torch.__version__, sys.version.split()[0], *flags))
 
 
 def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, libraries: Sequence[str] = ()) -> Path:
     """Compiles ``files`` into a library unless it is there already, loads it into the process, returns its path.
-
-    ``libraries`` are linker arguments beyond PyTorch's own.
-
-    Raises ExtensionError when there is no compiler, building is switched off, the compiler fails (its last lines are
-    in the message), or others than this user can have written the library that is there.
-    """
+    ``libraries`` are linker arguments beyond PyTorch's own. Raises ExtensionError as ``build_plain``; the message has
+    the compiler's last lines."""
     # What it is linked with counts too: a library made for another engine would bring that engine along.
     directory = cache_root() / f"{name}-torch{torch.__version__}-{_key(files, (*flags, *libraries))}"
     made_here = False
@@ -106,7 +85,7 @@ def _compile(name: str, files: Sequence[Path], flags: Sequence[str], libraries: 
             [str(file) for file in files],
             extra_cflags=list(flags),
             extra_ldflags=["-fopenmp", "-ldl", *libraries],
-            extra_include_paths=[str(_ROOT)],
+            extra_include_paths=[str(ROOT)],
             build_directory=str(working),
             with_cuda=False,
             is_python_module=False,
@@ -118,7 +97,7 @@ def _compile(name: str, files: Sequence[Path], flags: Sequence[str], libraries: 
 
 
 def _only_library(working: Path) -> Path:
-    """PyTorch adds a number to the name of what a process compiles a second time."""
+    """PyTorch adds a number to the name of a library that a process compiles a second time."""
     (library,) = working.glob("*.so")
     return library
 
@@ -140,16 +119,13 @@ def load_allocator_shim() -> None:
     engine = build("disco_runtime", sources())
     # The shim shares the engine's thread-local schedules, so it links the very library that is loaded.
     libraries = (str(engine), f"-Wl,-rpath,{engine.parent}", "-lc10_cuda")
-    build("disco_alloc_shim", [_ROOT / "cuda" / "alloc_shim.cpp"], cuda_flags(cuda_include()), libraries)
+    build("disco_alloc_shim", [ROOT / "cuda" / "alloc_shim.cpp"], cuda_flags(cuda_include()), libraries)
     torch.ops.disco_accel_cuda.install()
 
 
 def cuda_include() -> tuple[Path, ...]:
-    """The folders of CUDA's headers: CUDA_HOME's, else those of PyTorch's own packages, else /usr/local/cuda's.
-
-    Raises:
-        ExtensionError: none has the headers of PyTorch's CUDA version.
-    """
+    """The folders of CUDA's headers: CUDA_HOME's, else those of PyTorch's own packages, else /usr/local/cuda's. Raises
+    ExtensionError: none has the headers of PyTorch's CUDA version."""
     packages = list(dict.fromkeys([Path(torch.__file__).parents[1], *map(Path, filter(None, sys.path))]))
     folders, ignored = cuda_folders(torch.version.cuda, os.environ.get("CUDA_HOME"), packages, TOOLKITS)
     if ignored:

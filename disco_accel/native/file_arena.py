@@ -1,4 +1,4 @@
-"""An arena of host memory over a file in memory: its pages are those of all who map the file, until one writes."""
+"""An arena of host memory over a file in memory, whose pages processes share until one writes to them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class FileArena(HostMemory):
     """The first ``nbytes`` bytes of ``file``, whole pages, as an arena that hands out the same room for the same
     tensors in each process.
 
-    A page shows the file's content until this process writes to it; from then on the page is this process's own, and
-    nobody else sees what is written.
+    A page shows the file's content until this process writes to it; from then on the page is this process's own.
     """
 
     def __init__(self, file: int, nbytes: int) -> None:
@@ -101,11 +100,8 @@ class FileArena(HostMemory):
         return host_arena(nbytes)
 
     def _lock(self, piece: torch.Tensor, device: torch.device | None) -> object:
-        """For devices that only read: registered for writes, each page would become a copy.
-
-        Raises:
-            ConfigError: the device cannot read memory that is registered so.
-        """
+        """For devices that only read: registered for writes, each page would become a copy. Raises ConfigError: the
+        device cannot read memory that is registered so."""
         try:
             return pin(piece, device, read_only=True)
         except LockingRefused:

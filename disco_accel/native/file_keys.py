@@ -1,9 +1,9 @@
 """The content key of a file, read once and remembered for as long as nobody can have written to it.
 
-A remembered key stands for the bytes where the file is the same inode with the same size and times, on a file system
-whose times show every write, and where nobody had it open for writing when it was read nor has now. Whoever wrote in
-between opened it later, and so left another time. A time must be older than the reading by more than the clocks of file
-systems are coarse. In every other case all bytes are read again.
+A remembered key is used where the file is the same inode with the same size and times, on a file system whose times
+show every write. Nobody may have had it open for writing when it was read, nor now: a write in between left another
+time. A time must be older than the reading by more than the clocks of file systems are coarse. In every other case all
+bytes are read again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from disco_accel.native.rendezvous import NotSharedError, Rendezvous
 _SETLEASE, _SETSIG = 1024, 10
 """Linux, fcntl(2)."""
 _TIMES_SHOW_WRITES = frozenset((0xEF53, 0x58465342, 0x9123683E))
-"""ext, xfs, btrfs: statfs(2). Not tmpfs, where a write to a mapping may leave the times, nor what another machine may
-write to."""
+"""ext, xfs, btrfs: statfs(2). Not tmpfs, where a write to a mapping may leave the times, nor file systems that other
+machines may write to."""
 _COARSE = 2.0
 """Seconds."""
 _PIECE = 64 << 20
@@ -40,11 +40,8 @@ _Identity = list[int]
 
 
 def key_of_file(path: Path, meeting: Rendezvous, tell: Callable[[str], None]) -> str:
-    """32 hexadecimal digits for the bytes of the file ``path``.
-
-    Raises:
-        NotSharedError: it cannot be read, or changed meanwhile.
-    """
+    """32 hexadecimal digits for the bytes of the file ``path``. Raises NotSharedError: it cannot be read, or changed
+    meanwhile."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -111,7 +108,7 @@ def _nobody_writes(file: int) -> bool:
 
 
 def _remembered(meeting: Rendezvous) -> dict[str, list[object]]:
-    """What the note says, all or nothing: a damaged one is forgotten."""
+    """The entries of the note, all or nothing: a damaged one is forgotten."""
     with contextlib.suppress(ValueError):
         digest, _, text = meeting.note(_LIST).partition(b"\n")
         if digest and digest == _digest(text):

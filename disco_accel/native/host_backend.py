@@ -17,16 +17,15 @@ from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import TensorSpec
 from disco_accel.host_limits import host_limits, require_left
 from disco_accel.native.device_types import HOST
+from disco_accel.native.engine_class import OpTable
 from disco_accel.native.extension import load_extension
-from disco_accel.native.op_table import OpTable
 from disco_accel.simulate.machine import Link, Machine
 from disco_accel.simulate.roofline import Speed
 
 _ENOUGH_SECONDS = 0.1
 _SHORT_SECONDS = 1e-3
 _SHORT_RUNS = 15
-"""Ops of a few microseconds are run so often: there one run in five is disturbed on a busy machine, and 15 of them
-take less time than the five of an op of 50 us."""
+"""Ops of a few microseconds are run so often: one run in five is disturbed on a busy machine."""
 
 
 _ONE_CORE = Speed(

@@ -6,8 +6,7 @@ import ctypes
 import functools
 import mmap
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -59,12 +58,9 @@ class HostMemory:
         gpu: torch.device | None = None,
     ) -> None:
         """``huge_pages`` asks the kernel for them; where it has none to give, pages are small as usual. ``watched``:
-        the kernel tells which pages are written to, if it can; else what lies here is read to know. ``replaced``: bytes
-        that are given up for what moves here. ``gpu``: its NUMA node is asked for pages first.
-
-        Raises:
-            ExecutionError: the machine, or a limit of this process's, has less memory left.
-        """
+        the kernel tells which pages are written to, if it can; else tensors here are read to know. ``replaced``: bytes
+        that are given up for tensors that move here. ``gpu``: its NUMA node is asked for pages first. Raises
+        ExecutionError: the machine, or a limit of this process's, has less memory left."""
         require_left(nbytes, "an arena for weights or gradients", replaced)
         self._arena = self._map(nbytes)
         place_pages(self._arena, gpu, huge=huge_pages)
@@ -88,7 +84,7 @@ class HostMemory:
         return HostMemory, (0,)
 
     @staticmethod
-    def room_for(tensors: list[torch.Tensor]) -> int:
+    def room_for(tensors: Iterable[torch.Tensor]) -> int:
         """Bytes that an arena needs to adopt all of ``tensors``."""
         return sum(-(-footprint(t) // ALIGNMENT) * ALIGNMENT for t in tensors)
 
@@ -107,18 +103,15 @@ class HostMemory:
         return touched_bytes(self._arena)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's first byte lies in what this arena has handed out."""
+        """Whether the tensor's first byte lies in the part that this arena has handed out."""
         begin = self._arena.data_ptr()
         # A class without memory of its own may refuse to be asked; the base class says 0 for it.
         return tensor.is_cpu and begin <= torch.Tensor.data_ptr(tensor) < begin + self._next
 
     def pin(self, device: torch.device | None = None) -> None:
         """Register the arena with CUDA piece by piece, once: copies from it are then asynchronous. ``device`` as in
-        ``pin``. Where a piece is refused, it and all behind it stay as they are, which is told once.
-
-        Raises:
-            ExecutionError: there is no CUDA.
-        """
+        ``pin``. Where a piece is refused, it and all behind it stay as they are, which is told once. Raises
+        ExecutionError: there is no CUDA."""
         if self._pinned is not None or not self.nbytes:
             return
         pinned: list[object] = []
@@ -177,7 +170,7 @@ class HostMemory:
         return moved
 
     def place_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What ``adopt`` returns, with any content."""
+        """As ``adopt``, with any content."""
         if tensor.is_meta:
             raise ExecutionError("only tensors with bits can move into host memory, this one is on meta; load it first")
         return self.allocate(tensor.shape, tensor.dtype, tensor.stride())
@@ -224,8 +217,8 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def first_held_elsewhere(tensors: Sequence[torch.Tensor]) -> int:
     """Which of these host tensors is the first whose memory something else holds too, or -1: another tensor over it, a
-    NumPy array, a storage. Tensors of ``bytes_of`` and ``WatchedTensors`` do not count; who has an address alone is not
-    known."""
+    NumPy array, a storage. Tensors of ``bytes_of`` and ``WatchedTensors`` do not count; holders of a bare address are
+    not known."""
     others = torch.ops.disco_accel.other_holders(list(tensors))
     # An object of Python's for the storage may be left of somebody who has asked for it once.
     asked = [place for place, count in enumerate(others) if count]
@@ -265,7 +258,7 @@ class WatchedTensors:
         return bool(self._native.moved())
 
     def changed(self) -> bool:
-        """Whether one of them was moved or written to, were it one bit, by whatever way.
+        """Whether one of them was moved or written to, were it one bit, in any way.
 
         A page that was written to counts as changed even where it was given the bits that it had. In a process forked
         since, and where the kernel has stopped watching, all count as changed. Not noticed are writes of devices and,
@@ -274,13 +267,13 @@ class WatchedTensors:
         return self.begin_check() or self.finish_check()
 
     def begin_check(self) -> bool:
-        """Whether a change shows at once. If none does, what must be read of large tensors is read in threads of its
-        own from now on, until ``finish_check`` or the next ``begin_check``."""
+        """Whether a change shows at once. If none does, threads read large tensors where they must be read, until
+        ``finish_check`` or the next ``begin_check``."""
         answer = self._library.disco_begin_check(self._address)
         return bool(self._native.begin_check()) if answer < 0 else bool(answer)
 
     def finish_check(self) -> bool:
-        """Whether the reading that ``begin_check`` began shows a change, of what was written before ``begin_check``."""
+        """Whether the reading that ``begin_check`` began shows a change from before ``begin_check``."""
         answer = self._library.disco_finish_check(self._address)
         return bool(self._native.finish_check()) if answer < 0 else bool(answer)
 
@@ -299,8 +292,8 @@ def _library() -> ctypes.CDLL:
 
 
 def expect_rewrite(tensors: Sequence[torch.Tensor]) -> None:
-    """All of ``tensors`` are about to be rewritten: whoever watches them sees a change from now on, and the writes cost
-    what they cost elsewhere. Does nothing for tensors that the kernel does not watch."""
+    """All of ``tensors`` are about to be rewritten: those that watch them see a change from now on, and the writes are
+    as fast as elsewhere. Does nothing for tensors that the kernel does not watch."""
     torch.ops.disco_accel.expect_rewrite_of(list(tensors))
 
 
@@ -308,14 +301,3 @@ def writes_are_watched() -> bool:
     """Whether this kernel tells which pages of new arenas are written to (Linux 6.7, and the right to userfaultfd)."""
     load_extension()
     return bool(torch.ops.disco_accel.can_watch_writes())
-
-
-@contextmanager
-def without_watching_writes() -> Iterator[None]:
-    """Arenas made meanwhile are read whole instead, as where the kernel does not tell. For tests."""
-    load_extension()
-    torch.ops.disco_accel.allow_watching_writes(False)
-    try:
-        yield
-    finally:
-        torch.ops.disco_accel.allow_watching_writes(True)

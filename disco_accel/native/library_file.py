@@ -1,7 +1,7 @@
 """Compiled libraries on disk: whole or not there, one builder at a time, and written by nobody else.
 
 A library lies in a folder of its own, beside a record of its size and hash. It is compiled in a working folder inside
-that one and renamed once it is on disk, so another process sees all of it or nothing, and a build that is killed leaves
+that one and renamed once it is on disk, so another process sees all of it or nothing. A build that is killed leaves
 working files, which the next build removes. The record is compared before the loader maps the file: a mapped library
 that is too short ends the process with SIGBUS at its first missing page.
 """
@@ -62,10 +62,8 @@ class Library:
         return self.path
 
     def load(self, load: Callable[[str], Handle]) -> Handle:
-        """What ``load`` returns for the path; a library that the loader refuses is built anew, once.
-
-        ``load`` raises OSError, as ctypes.CDLL does. Raises ExtensionError as ``ready``; or it cannot be loaded.
-        """
+        """The result of ``load`` for the path; a library that the loader refuses is built anew, once. ``load`` raises
+        OSError, as ctypes.CDLL does. Raises ExtensionError as ``ready``; or it cannot be loaded."""
         self.ready()
         tried = self._identity()
         try:
@@ -148,7 +146,7 @@ def require_own(path: Path, kind: Callable[[int], bool], word: str) -> os.stat_r
     """The status of ``path``, a ``word`` for which ``kind`` holds and that nobody else can write.
 
     Its owner is this user, root, or the owner of this package's own code, which could do the same harm there.
-    Raises ExtensionError saying what to do.
+    Raises ExtensionError with the remedy.
     """
     status = os.lstat(path)
     if not kind(status.st_mode):

@@ -44,7 +44,7 @@ def encode_args(call: OpCall, storage_of: Callable[[int], int]) -> Encoded:
 
 
 def label(call: OpCall) -> str:
-    """What messages call the op: its name and the module that issued it."""
+    """The op in messages: its name and the module that issued it."""
     name = call.name if call.overload == "default" else f"{call.name}.{call.overload}"
     return f"{name} in {call.module}" if call.module else name
 
@@ -71,8 +71,8 @@ def out_overload(name: str, overload: str) -> tuple[str, tuple[int, ...]] | None
     """The native out overload of a functional op, or None.
 
     Returns its overload name and, for each of its leading arguments, the position of that argument in the functional
-    schema. Overloads tagged ``generated`` call the functional op and copy, so they count for ops alone
-    that only move elements: the engine computes those itself.
+    schema. Overloads tagged ``generated`` call the functional op and copy: they count only for ops that move elements,
+    which the engine computes itself.
     """
     functional = op_overload(name, overload)._schema
     if _out_arguments(functional):

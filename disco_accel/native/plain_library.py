@@ -24,7 +24,7 @@ ROOT = (Path(__file__).parents[1] / "runtime_ext").resolve()
 
 _FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC")
 _LIBRARIES = ("-ldl", "-lstdc++", "-lm")
-"""PEFT may leave CXX set to gcc, which by itself links none of what C++ needs."""
+"""PEFT may leave CXX set to gcc, which by itself links none of the libraries of C++."""
 
 
 def cache_root() -> Path:
@@ -45,9 +45,8 @@ def cache_root() -> Path:
 
 
 def sources_key(root: Path, files: Sequence[Path], words: Iterable[str]) -> str:
-    """A name for what compiling ``files`` below ``root``, with all headers there, gives on this machine.
-
-    ``words``: what else it depends on, such as flags."""
+    """A name for the library of ``files`` below ``root``, with all headers there, on this machine. ``words``: flags and
+    the like, on which it depends too."""
     digest = hashlib.sha256()
     for word in (platform.machine(), *words):
         digest.update(word.encode() + b"\0")

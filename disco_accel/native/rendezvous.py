@@ -1,8 +1,8 @@
 """Where processes of one user find the copies that others of them hold: a folder with a list of holders for each key.
 
-The list says which process has which copy open. It is a hint and nothing else: whoever follows it proves the copy by
-what is inside (``shared_copies.py``), so that a wrong list costs a copy and never a byte. The lock of a key is
-``flock``'s, which the kernel gives back when a process dies; a list is replaced whole.
+The list says which process has which copy open. It is a hint and nothing else: its readers prove the copy by its
+content (``shared_copies.py``), so that a wrong list costs a copy and never a byte. The lock of a key is ``flock``'s,
+which the kernel gives back when a process dies; a list is replaced whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from disco_accel.errors import ConfigError
@@ -35,31 +34,27 @@ class NotSharedError(Exception):
     """Nothing can be shared here, and nothing was changed; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class HolderProcess:
-    """Process ``process``, started at ``started`` (clock ticks since boot), has a copy open as ``descriptor``."""
+Holder = tuple[int, int, int]
+"""A process that has a copy open: its number, its start in clock ticks since boot, its descriptor of the copy."""
 
-    process: int
-    started: int
-    descriptor: int
 
-    @staticmethod
-    def this(descriptor: int) -> HolderProcess:
-        """This process."""
-        return HolderProcess(os.getpid(), start_of(os.getpid()) or 0, descriptor)
+def this_process(descriptor: int) -> Holder:
+    """This one as a holder."""
+    return os.getpid(), start_of(os.getpid()) or 0, descriptor
 
-    @property
-    def runs(self) -> bool:
-        """Whether that very process runs, not another under its number."""
-        return self.started != 0 and start_of(self.process) == self.started
 
-    @property
-    def holds(self) -> bool:
-        """Whether it runs, and has some file in memory open under that number."""
-        try:
-            return self.runs and os.readlink(f"/proc/{self.process}/fd/{self.descriptor}").startswith("/memfd:")
-        except OSError:
-            return False
+def runs(process: int, started: int) -> bool:
+    """Whether that very process runs, not another under its number."""
+    return started != 0 and start_of(process) == started
+
+
+def _holds(holder: Holder) -> bool:
+    """Whether it runs, and has some file in memory open under that number."""
+    process, started, descriptor = holder
+    try:
+        return runs(process, started) and os.readlink(f"/proc/{process}/fd/{descriptor}").startswith("/memfd:")
+    except OSError:
+        return False
 
 
 def start_of(process: int) -> int | None:
@@ -99,10 +94,7 @@ class Rendezvous:
     @contextmanager
     def locked(self, key: str, tell: Callable[[str], None]) -> Iterator[None]:
         """Nobody else is inside for ``key``. While another process is, ``tell`` hears of it, in one of those that wait.
-
-        Raises:
-            NotSharedError: the folder takes no lock, or a dead process's child holds it.
-        """
+        Raises NotSharedError: the folder takes no lock, or a dead process's child holds it."""
         with ExitStack() as closing:
             file = self._lock(key, tell, closing)
         try:
@@ -126,7 +118,7 @@ class Rendezvous:
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = _holder_in(file)
+                holder = _locked_by(file)
                 os.close(file)
             except OSError as error:
                 raise NotSharedError(f"{path} cannot be locked: {error.strerror}") from error
@@ -137,13 +129,13 @@ class Rendezvous:
                 os.close(file)
                 continue
             waited = time.monotonic() - begin
-            lost = (lost or waited) if holder is not None and not holder.runs else None
+            lost = (lost or waited) if holder is not None and not runs(*holder) else None
             if lost is not None and waited - lost > _LOST_AFTER:
-                raise NotSharedError(f"process {holder and holder.process} is gone, and a child of it holds its lock")
+                raise NotSharedError(f"process {holder and holder[0]} is gone, and a child of it holds its lock")
             if waited >= _FIRST_TOLD and (told == 0.0 or waited - told >= _TOLD_AGAIN):
                 told = waited
                 speaks = speaks or self._first_to_speak(key, closing)
-                who = "another process" if holder is None else f"process {holder.process}"
+                who = "another process" if holder is None else f"process {holder[0]}"
                 if speaks:
                     tell(
                         f"share_weights: waiting for {who} to load the frozen weights that are shared ({waited:.0f} s)"
@@ -165,12 +157,9 @@ class Rendezvous:
             return False
         return True
 
-    def holders(self, key: str) -> Sequence[HolderProcess]:
-        """Those of the list that may have a copy open. To be called under the lock.
-
-        Raises:
-            ValueError: the list is damaged.
-        """
+    def holders(self, key: str) -> Sequence[Holder]:
+        """Those of the list that may have a copy open. To be called under the lock. Raises ValueError: the list is
+        damaged."""
         text = self.note(key)
         if not text:
             return []
@@ -183,27 +172,20 @@ class Rendezvous:
         listed = content.get("holders")
         if not isinstance(listed, list) or not all(_is_holder(one) for one in listed):
             raise ValueError("no list of holders")
-        return [holder for one in listed if (holder := HolderProcess(*one)).holds]
+        return [(one[0], one[1], one[2]) for one in listed if _holds(one)]
 
-    def write(self, key: str, holders: Sequence[HolderProcess]) -> None:
-        """Replace the list, whole or not at all. To be called under the lock.
-
-        Raises:
-            NotSharedError: the folder cannot be written to.
-        """
-        listed = [[h.process, h.started, h.descriptor] for h in holders]
-        self.set_note(key, json.dumps({"version": _VERSION, "key": key, "holders": listed}).encode())
+    def write(self, key: str, holders: Sequence[Holder]) -> None:
+        """Replace the list, whole or not at all. To be called under the lock. Raises NotSharedError: the folder cannot
+        be written to."""
+        self.set_note(key, json.dumps({"version": _VERSION, "key": key, "holders": holders}).encode())
 
     def note(self, key: str) -> bytes:
-        """What ``set_note`` wrote last; nothing if it never did. Raises ValueError if it is no small file."""
+        """The note of ``set_note``; nothing if there is none. Raises ValueError if it is no small file."""
         return _read(self._path(key, "json"))
 
     def set_note(self, key: str, text: bytes) -> None:
-        """Replace what is noted under ``key``, whole or not at all. To be called under the lock.
-
-        Raises:
-            NotSharedError: the folder cannot be written to.
-        """
+        """Replace the note under ``key``, whole or not at all. To be called under the lock. Raises NotSharedError: the
+        folder cannot be written to."""
         fresh = self._path(key, "new")
         try:
             # What a killed process has left is written over: the lock is ours.
@@ -264,12 +246,13 @@ def _is_still(file: int, path: Path) -> bool:
     return (status.st_dev, status.st_ino) == (mine.st_dev, mine.st_ino)
 
 
-def _holder_in(file: int) -> HolderProcess | None:
+def _locked_by(file: int) -> tuple[int, int] | None:
+    """The process that has written into its lock, and its start."""
     try:
         process, started = json.loads(os.pread(file, 200, 0))
     except (OSError, ValueError, TypeError):
         return None
-    return HolderProcess(process, started, 0) if _is_holder([process, started, 0]) else None
+    return (process, started) if _is_holder([process, started, 0]) else None
 
 
 def _overwrite(file: int, text: bytes) -> None:
@@ -278,7 +261,7 @@ def _overwrite(file: int, text: bytes) -> None:
 
 
 def _read(path: Path) -> bytes:
-    """What is in a small file of this user's; nothing if it is not there. Raises ValueError if it is anything else."""
+    """The content of a small file of this user's; nothing if it is not there. Raises ValueError for another kind."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""One read-only copy of tensors for all processes of a user: found by what it contains, made by the first that asks.
+"""One read-only copy of tensors for all processes of a user: found by its content, made by the first that asks.
 
-A copy is a file in memory (``shared_memory.py``) with a last page that says what it is. Both are final before another
-process hears of it, sealed by the kernel: a maker that dies leaves nothing that anybody could read half. The copy lives
-as long as one process has it open.
+A copy is a file in memory (``shared_memory.py``) with a last page that names it. Both are final before another process
+hears of it, sealed by the kernel: a maker that dies leaves nothing that anybody could read half. The copy lives as long
+as one process has it open.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from disco_accel.errors import ExecutionError
 from disco_accel.host_limits import own_bytes, require_left
 from disco_accel.native.extension import load_extension
 from disco_accel.native.file_arena import PAGE, FileArena, whole_pages
-from disco_accel.native.host_memory import ALIGNMENT, HostMemory, bytes_of, footprint, room_for_cuts
-from disco_accel.native.rendezvous import HolderProcess, NotSharedError, Rendezvous
+from disco_accel.native.host_memory import ALIGNMENT, bytes_of, footprint, room_for_cuts
+from disco_accel.native.rendezvous import Holder, NotSharedError, Rendezvous, this_process
 from disco_accel.native.shared_memory import READ_ONLY, add_seals, create_file, seals_of
 
 _NAME = "disco_accel weights"
@@ -86,11 +86,8 @@ class SharedCopy:
         return "loaded for all processes of this user" if self.is_new else "loaded before"
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in the copy that stands for ``tensor``, laid out alike.
-
-        Raises:
-            ExecutionError: the machine has no memory for it.
-        """
+        """The tensor in the copy that stands for ``tensor``, laid out alike. Raises ExecutionError: the machine has no
+        memory for it."""
         placed = self.arena.allocate(tensor.shape, tensor.dtype, tensor.stride())
         if self.is_new and tensor.numel():
             data = bytes_of(tensor.detach() if _is_plain(tensor) else _packed(tensor))
@@ -115,8 +112,8 @@ def shared_copy(
 ) -> Iterator[SharedCopy]:
     """The copy ``key`` of tensors that take ``room`` bytes, or the begin of one, which is shared when the block ends.
 
-    ``still_right`` is asked of what was put, when nobody can change it any more: whether it is what the key says. If
-    not, it stays this process's alone. ``tell`` hears of waiting, ``warn`` of what is wrong with files.
+    ``still_right`` says whether the tensors that were put are those of the key, when nobody can change them any more.
+    If not, they stay this process's alone. ``tell`` hears of waiting, ``warn`` of faults of files.
 
     Raises:
         ConfigError: as ``Rendezvous``.
@@ -140,7 +137,7 @@ def shared_copy(
             return
         copy.arena.watch()
         with _as_warning(warn):
-            rendezvous.write(key, [*holders, HolderProcess.this(copy.arena.file)])
+            rendezvous.write(key, [*holders, this_process(copy.arena.file)])
 
 
 @contextmanager
@@ -196,12 +193,13 @@ def _last_page(key: str, nbytes: int) -> bytes:
     return f"{_NAME} {_LAYOUT} {key} {nbytes}\n".encode().ljust(PAGE, b"\0")
 
 
-def open_copy(holder: HolderProcess, key: str, nbytes: int) -> int | None:
+def open_copy(holder: Holder, key: str, nbytes: int) -> int | None:
     """A descriptor of the copy that ``holder`` is said to have open; None if that is not the whole copy ``key``."""
-    path = f"/proc/{holder.process}/fd/{holder.descriptor}"
+    process, _started, descriptor = holder
+    path = f"/proc/{process}/fd/{descriptor}"
     try:
         # Before it is opened, which has effects for other files than those in memory.
-        if os.stat(f"/proc/{holder.process}").st_uid != os.geteuid():
+        if os.stat(f"/proc/{process}").st_uid != os.geteuid():
             return None
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
             return None
@@ -214,8 +212,3 @@ def open_copy(holder: HolderProcess, key: str, nbytes: int) -> int | None:
         return file
     os.close(file)
     return None
-
-
-def room_for(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes that a copy of ``tensors`` takes."""
-    return HostMemory.room_for(list(tensors))

@@ -8,7 +8,6 @@ import functools
 import mmap
 import os
 from collections.abc import Callable
-from enum import IntFlag
 from typing import TYPE_CHECKING, Any
 
 from disco_accel.errors import ExecutionError
@@ -16,32 +15,18 @@ from disco_accel.errors import ExecutionError
 if TYPE_CHECKING:
     import torch
 
-_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-
-
-class Seal(IntFlag):
-    """What can't be done to a file in memory any more, by anybody (Linux, ``fcntl(2)``)."""
-
-    SEALS = 1
-    SHRINK = 2
-    GROW = 4
-    WRITE = 8
-    FUTURE_WRITE = 16
-
-
-WHOLE = Seal.SHRINK | Seal.GROW
-"""Nobody's mapping of the file can lose its pages, which would end a process that reads there."""
-READ_ONLY = WHOLE | Seal.WRITE | Seal.SEALS
+WHOLE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+"""Seals (Linux, ``fcntl(2)``): no mapping of the file can lose its pages, at which a reader's process would end."""
+READ_ONLY = WHOLE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 """The content is final."""
+NO_NEW_WRITERS = WHOLE | 16 | fcntl.F_SEAL_SEAL
+"""Mappings from now on are to read alone (``F_SEAL_FUTURE_WRITE``)."""
 
 
 def create_file(name: str, nbytes: int) -> int:
     """The descriptor of a new file of ``nbytes`` zeros in memory, closed in programs that this one starts. It is gone
-    when the last descriptor and mapping are. ``name`` is for those who look into ``/proc``.
-
-    Raises:
-        ExecutionError: the machine has no memory or no descriptors for it.
-    """
+    when the last descriptor and mapping are. ``name`` is for those who look into ``/proc``. Raises ExecutionError: the
+    machine has no memory or no descriptors for it."""
     try:
         file = os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -54,28 +39,28 @@ def create_file(name: str, nbytes: int) -> int:
     return file
 
 
-def add_seals(file: int, seals: Seal) -> bool:
+def add_seals(file: int, seals: int) -> bool:
     """Seal ``file``, or return False where it can't be: for ``WRITE``, somebody still has it mapped to write there."""
     try:
-        fcntl.fcntl(file, _F_ADD_SEALS, int(seals))
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
     except OSError:
         return seals_of(file) & seals == seals
     return True
 
 
-def seals_of(file: int) -> Seal:
+def seals_of(file: int) -> int:
     """The seals of ``file``; none for one that is not in memory."""
     try:
-        return Seal(fcntl.fcntl(file, _F_GET_SEALS))
+        return fcntl.fcntl(file, fcntl.F_GET_SEALS)
     except OSError:
-        return Seal(0)
+        return 0
 
 
 class _Mapping(ctypes.c_ubyte * (1 << 46)):  # type: ignore[misc]
     """A mapping, of which it is longer: a type of its own for each length would never be freed.
 
-    It ends with its last tensor, in whichever thread, and also in an interpreter that ends: what it needs then it has
-    itself. Tensors that outlive the interpreter keep it, and the kernel unmaps.
+    It ends with its last tensor, in any thread, and also in an interpreter that ends: so it has the functions that it
+    then calls. Tensors that outlive the interpreter keep it, and the kernel unmaps.
     """
 
     nbytes: int
@@ -103,12 +88,10 @@ def map_file(
     """``nbytes`` bytes of ``file`` from ``offset`` on, a whole number of pages, as a 1-d tensor of ``dtype`` (default:
     uint8), of the first ``count`` elements (default: all).
 
-    With ``shared_writes`` all who map the file see what is written there. Without, it shows the file's content until
-    this process writes to a page: from then on that page is this process's own. The mapping lives as long as a tensor
-    of its storage; then ``freed`` is called, in whichever thread let go last. The descriptor is not needed any more.
-
-    Raises:
-        ExecutionError: the file cannot be mapped so, such as a sealed one with ``shared_writes``.
+    With ``shared_writes`` all mappings of the file show its writes. Without, it shows the file's content until this
+    process writes to a page: from then on that page is this process's own. The mapping lives as long as a tensor of its
+    storage; then ``freed`` is called, in any thread. The descriptor is not needed any more. Raises ExecutionError: the
+    file cannot be mapped so, such as a sealed one with ``shared_writes``.
     """
     # Here, so that a process which makes and seals files, and maps none, starts without it.
     import torch
@@ -134,11 +117,7 @@ _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 def lay_over(memory: torch.Tensor, file: int, *, shared_writes: bool = False) -> None:
     """Map the begin of ``file`` in the place of ``memory``, whole pages of a mapping of the caller's, with or without
-    shared writes as in ``map_file``. It ends with that mapping.
-
-    Raises:
-        ExecutionError: the file cannot be mapped.
-    """
+    shared writes as in ``map_file``. It ends with that mapping. Raises ExecutionError: the file cannot be mapped."""
     if memory.nbytes == 0:
         return
     assert memory.data_ptr() % mmap.PAGESIZE == 0 and memory.nbytes % mmap.PAGESIZE == 0

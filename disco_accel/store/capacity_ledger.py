@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from disco_accel.sizes import format_size
 from disco_accel.store.grants import Job, Rule, divide, on_devices, runs_that_fit, shares
@@ -14,31 +14,20 @@ OUR_DEVICE = 0
 """The number of the device tier where programs report memory of their own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bytes of each tier; every device has ``device``. ``quota``: the most that one client may own as objects, and as a
-    budget; None: all. ``quotas``: the same for each client of a label, in its place."""
-
-    host: int
-    device: int
-    quota: int | None = None
-    quotas: Mapping[str, int] = field(default_factory=dict)
-
-    def quota_of(self, client: Client) -> int | None:
-        """The most that ``client`` may own, and get; None: all."""
-        return self.quotas.get(client.label, self.quota)
-
-
 class CapacityLedger:
     """Bytes by their users. First-class memory comes first, then objects in use, then budgets; idle objects make way
     for all of these.
 
-    ``device_used``, ``host_used``: bytes of files of each tier, those that moves fill included. ``demand``: bytes that
-    objects wait for on the device.
+    ``host``, ``device``: bytes of each tier; all devices have as many. ``device_used``, ``host_used``: bytes of files
+    of each tier, those that moves fill included. ``demand``: bytes that objects wait for on the device.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(
+        self, host: int, device: int, quota: int | None = None, quotas: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        """``quota``: the most that one client may own as objects, and as a budget; None: all. ``quotas``: the same for
+        each client of a label, in its place."""
+        self.host, self.device, self._quota, self._quotas = host, device, quota, quotas
         self.device_used = 0
         self.host_used = 0
         self.idle: dict[int, Object] = {}
@@ -52,6 +41,10 @@ class CapacityLedger:
         self._first_class: dict[int, int] = {}
         self.reserved = 0
         """Bytes that budgets take: of each those granted or held, the larger number."""
+
+    def quota_of(self, client: Client) -> int | None:
+        """The most that ``client`` may own, and get; None: all."""
+        return self._quotas.get(client.label, self._quota)
 
     def classify(self, item: Object) -> None:
         """Note that ``item`` may have become idle or clean, or not so any more."""
@@ -74,12 +67,12 @@ class CapacityLedger:
     @property
     def device_free(self) -> int:
         """Bytes of the device that nothing has a claim on; negative while too much is held."""
-        return self.limits.device - self.first_class - self.reserved - self.device_used
+        return self.device - self.first_class - self.reserved - self.device_used
 
     @property
     def host_free(self) -> int:
         """Bytes of host memory that no object takes."""
-        return self.limits.host - self.host_used
+        return self.host - self.host_used
 
     @property
     def must_shrink(self) -> bool:
@@ -89,12 +82,12 @@ class CapacityLedger:
     @property
     def uncontended(self) -> bool:
         """Whether nobody wants a budget and nothing has to leave for first-class memory."""
-        return not self._jobs and self.device_used + self.first_class <= self.limits.device
+        return not self._jobs and self.device_used + self.first_class <= self.device
 
     @property
     def excess(self) -> int:
         """Bytes of idle objects that have to leave for first-class memory and budgets; at most 0 where none do."""
-        return self.device_used - (self.limits.device - self.first_class - self._ideal())
+        return self.device_used - (self.device - self.first_class - self._ideal())
 
     def report(self, client: Client, device: int, nbytes: int) -> None:
         """``client``'s process has ``nbytes`` more of ``device``, or less. Its sum is never negative."""
@@ -126,7 +119,7 @@ class CapacityLedger:
         """Divide anew."""
         if not self._jobs:
             return
-        free = self.limits.device - self.first_class - max(self.device_used, self._needed())
+        free = self.device - self.first_class - max(self.device_used, self._needed())
         jobs = list(self._jobs)
         for client, grant in zip(jobs, self._divided(divide, free, jobs), strict=True):
             client.grant = grant
@@ -136,10 +129,10 @@ class CapacityLedger:
         """Why there is no room: sizes, and the clients that hold most."""
         if tier == "host":
             taken = {client: client.nbytes for client in clients}
-            free, size = self.host_free, self.limits.host
+            free, size = self.host_free, self.host
         else:
             taken = {client: sum(o.footprint for o in _in_use(client)) for client in clients}
-            free, size = self.device_free, self.limits.device
+            free, size = self.device_free, self.device
         head = f"{tier}: {format_size(wanted)} wanted, {format_size(free)} of {format_size(size)} free"
         if tier == "device" and self.first_class:
             head += f", programs hold {format_size(self.first_class)}"
@@ -158,7 +151,7 @@ class CapacityLedger:
         self._reserve()
 
     def _job(self, client: Client) -> Job:
-        return Job(client.minimum, client.max_useful, self.limits.quota_of(client), client.held)
+        return Job(client.minimum, client.max_useful, self.quota_of(client), client.held)
 
     def _divided(self, rule: Rule, free: int, jobs: list[Client]) -> list[int]:
         """The bytes of each of ``jobs`` by ``rule`` if ``free`` bytes of our device are for budgets. Other devices have
@@ -170,7 +163,7 @@ class CapacityLedger:
         return on_devices(rule, totals, wanted, devices)
 
     def _rest_of(self, device: int) -> int:
-        return max(0, self.limits.device - self._first_class.get(device, 0))
+        return max(0, self.device - self._first_class.get(device, 0))
 
     def _here(self) -> list[Client]:
         """Those with a budget of our device."""
@@ -183,13 +176,13 @@ class CapacityLedger:
         """Bytes that objects in use take, and those that are waited for, which take no running job's minimum."""
         used = self.device_used - self.idle_bytes
         running = sum(client.minimum for client in self._here() if client.grant or client.held)
-        return used + max(0, min(self.demand, self.limits.device - self.first_class - used - running))
+        return used + max(0, min(self.demand, self.device - self.first_class - used - running))
 
     def _ideal(self) -> int:
         """Bytes of all budgets once idle objects have left and no client holds more than its budget."""
         if not self._jobs:
             return 0
-        free = max(0, self.limits.device - self.first_class - self._needed())
+        free = max(0, self.device - self.first_class - self._needed())
         jobs = list(self._jobs)
         ends = zip(self._divided(shares, free, jobs), jobs, strict=True)
         return sum(max(end, client.held) for end, client in ends if OUR_DEVICE in client.devices)

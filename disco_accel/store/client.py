@@ -9,7 +9,6 @@ import threading
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,10 +19,11 @@ from disco_accel.native.shared_memory import lay_over, map_file
 from disco_accel.store import offload, saved_activations
 from disco_accel.store.connection import Channel, ask_figures, ask_page
 from disco_accel.store.cuda_objects import CudaObjects
-from disco_accel.store.grant_page import GrantView
 from disco_accel.store.messages import (
     DEVICE_PAGE,
     DTYPES,
+    GPU_MEMORY,
+    GRANT,
     MAX_AMOUNT,
     MAX_DEVICES,
     MAX_NEXT_USE,
@@ -33,13 +33,14 @@ from disco_accel.store.messages import (
     Reply,
     Request,
     Tier,
+    grant_words,
+    is_silent,
     mask_of,
     nbytes_of,
     words_of,
 )
 from disco_accel.store.objects import footprint_of
 from disco_accel.store.socket_path import client_label, socket_path
-from disco_accel.store.tiers import DeviceKind
 
 TIMEOUT = 300.0
 """Seconds after which a store that does not answer counts as gone. A get may wait for clients to end their steps."""
@@ -59,8 +60,8 @@ class _WrittenObject:
 class Store:
     """A connection to a store, for all threads of the process that made it.
 
-    Its end, also that of its process, frees the objects that it created; those that others read live until these let
-    go. Every method raises StoreGone where the store has ended, and StoreError where a forked process calls it.
+    Its end, also that of its process, frees the objects that it created, once nobody reads them. Every method raises
+    StoreGone where the store has ended, and StoreError where a forked process calls it.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -68,7 +69,7 @@ class Store:
         self._channel = channel
         self._lock = threading.Lock()
         self._written: dict[int, _WrittenObject] = {}
-        self._view: GrantView | None = None
+        self._grant: memoryview[int] | None = None
         self._gpu: CudaObjects | None = None
         self._device: torch.device | None = None
 
@@ -156,10 +157,8 @@ class Store:
 
         Tensors of it that this process still has keep their content; later writes to them are seen by them alone.
         ``next_use``: in so many seconds it is used next, and is brought back before; a later put of anybody who reads
-        it says so anew.
-
-        Raises:
-            StoreError: another mapping can still write to it, such as a forked process's; it is as before then.
+        it says so anew. Raises StoreError: another mapping can still write to it, such as a forked process's; it is as
+        before then.
         """
         if next_use is not None and not 0 <= next_use * 1e6 <= MAX_NEXT_USE:
             raise ConfigError(f"next_use: {next_use} is not a number of seconds from now")
@@ -206,11 +205,8 @@ class Store:
 
     def free(self, id: int) -> None:
         """The object ``id`` of this process is no more. Tensors of it stay as they are; its memory is free once they,
-        and those of other processes, are gone.
-
-        Raises:
-            StoreError: there is no such object, or another process created it.
-        """
+        and those of other processes, are gone. Raises StoreError: there is no such object, or another process created
+        it."""
         self._channel.ask(Request(Opcode.FREE, object=_name(id)))
         with self._lock:
             written = self._written.pop(id, None)
@@ -246,8 +242,8 @@ class Store:
         _reply, file = self._channel.ask(request)
         if file is not None:
             try:
-                if self._view is None:
-                    self._view = GrantView(file)
+                if self._grant is None:
+                    self._grant = grant_words(file)
             finally:
                 os.close(file)
 
@@ -259,14 +255,14 @@ class Store:
             StoreError: nothing was wanted.
             StoreGone: the store has ended; nobody keeps the grant for this process.
         """
-        view = self._view
-        if view is None:
+        words = self._grant
+        if words is None:
             self._channel.check()
             raise StoreError("granted: nothing was wanted; call wanted(minimum, max_useful) first")
-        if view.silent:
+        if is_silent(words):
             self._channel.alive()
         self._channel.check()
-        return view.grant
+        return words[GRANT]
 
     def held(self, nbytes: int) -> None:
         """This process now holds ``nbytes`` of its budget: it has shrunk to its grant, or taken it."""
@@ -300,7 +296,7 @@ class Store:
     def close(self) -> None:
         """End the connection. Tensors stay readable."""
         self._channel.close()
-        self._view = None
+        self._grant = None
         with self._lock if self._channel.of_this_process() else nullcontext():
             written, self._written = self._written, {}
         for item in written.values():
@@ -309,21 +305,16 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
     @property
     def device(self) -> torch.device:
-        """Of tensors of the device tier: ``cpu`` where that is a slice of host memory.
-
-        Raises:
-            StoreError: this process does not see the store's GPU.
-        """
+        """Of tensors of the device tier: ``cpu`` where that is a slice of host memory. Raises StoreError: this process
+        does not see the store's GPU."""
         if self._device is None:
-            figures = ask_page(self._channel, DEVICE_PAGE)
-            if figures["device_kind"] == DeviceKind.CUDA:
+            figures, _pages = ask_page(self._channel, DEVICE_PAGE)
+            if figures["device_kind"] == GPU_MEMORY:
                 self._gpu = CudaObjects.of(figures)
             self._device = torch.device("cpu") if self._gpu is None else self._gpu.device
         return self._device

@@ -42,8 +42,8 @@ _open: weakref.WeakSet[Channel] = weakref.WeakSet()
 class Channel:
     """The socket. ``ask`` is for requests with a reply, ``tell`` for those without; both from any thread.
 
-    ``tell`` may be called by a finalizer, in any thread and in the middle of a call of the same channel: it only
-    appends to a queue, and sends if no thread is sending; one that is looks at the queue again before it stops.
+    ``tell`` may be called by a finalizer, in any thread and in the middle of a call of the same channel. It only
+    appends to a queue, and sends if no thread is sending; a sending thread looks at the queue again before it stops.
     """
 
     def __init__(self, path: Path, timeout: float) -> None:
@@ -252,22 +252,18 @@ class Channel:
             self.tell(Request(_GIVES_BACK[opcode], object=reply.object))
 
 
-def ask_page(channel: Channel, page: int) -> dict[str, int]:
-    """The figures of one page about the store, by name. Raises StoreGone."""
-    figures = channel.ask(Request(Opcode.STATS, amount=page))[0].figures
-    return {name: value for name, value in zip(FIGURES[page], figures, strict=True) if name}
+def ask_page(channel: Channel, page: int) -> tuple[dict[str, int], int]:
+    """The figures of one page about the store, by name, and the number of pages. Raises StoreGone."""
+    reply = channel.ask(Request(Opcode.STATS, amount=page))[0]
+    return {name: value for name, value in zip(FIGURES[page], reply.figures, strict=True) if name}, reply.amount
 
 
 def ask_figures(channel: Channel) -> dict[str, Any]:
     """All figures of the store, and under ``clients`` those of each client. Raises StoreGone."""
-    found: dict[str, Any] = {}
-    pages = 0
-    for page, names in enumerate(FIGURES):
-        reply = channel.ask(Request(Opcode.STATS, amount=page))[0]
-        pages = reply.amount
-        found |= {name: value for name, value in zip(names, reply.figures, strict=True) if name}
+    asked = [ask_page(channel, page) for page in range(STATS_PAGES)]
+    found: dict[str, Any] = {name: value for figures, _ in asked for name, value in figures.items()}
     clients: list[dict[str, Any]] = []
-    for page in range(STATS_PAGES, pages):
+    for page in range(STATS_PAGES, asked[-1][1]):
         try:
             reply = channel.ask(Request(Opcode.STATS, amount=page))[0]
         except StoreError:

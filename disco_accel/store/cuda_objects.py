@@ -1,8 +1,7 @@
 """A client's objects in the memory of a GPU, as tensors without a copy.
 
 Kernels run later than the calls that start them. So memory is given back to the store, or handed to other processes,
-when all that this process had queued on the GPU by then is done, on whatever stream: a tensor may have been used on
-any.
+when all work that this process had queued on the GPU by then is done, on any stream.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -21,8 +19,7 @@ from typing import Any
 import torch
 
 from disco_accel.errors import DeviceLost, ExecutionError, StoreError
-from disco_accel.native.cuda_driver import cuda_driver
-from disco_accel.native.cuda_shared_memory import CudaMapping, imported
+from disco_accel.native.cuda_driver import CudaMapping, device_id, import_mapping
 from disco_accel.store.objects import footprint_of
 from disco_accel.threads import start_thread
 
@@ -41,13 +38,8 @@ class _Exposed:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Dropped:
-    """Memory whose last tensor has gone. ``freed`` tells the store."""
-
-    mapping: CudaMapping
-    freed: Callable[[], None]
-
+_Dropped = tuple[CudaMapping, Callable[[], None]]
+"""Memory whose last tensor has gone, and a function that tells the store."""
 
 _objects: dict[int, CudaObjects] = {}
 _making = threading.Lock()
@@ -69,20 +61,16 @@ class CudaObjects:
 
     @classmethod
     def of(cls, figures: Mapping[str, int]) -> CudaObjects:
-        """For the device that a store's ``figures`` name.
-
-        Raises:
-            StoreError: PyTorch does not see it in this process.
-        """
+        """For the device that a store's ``figures`` name. Raises StoreError: PyTorch does not see it in this
+        process."""
         wanted = struct.pack("<qq", figures["device_id_low"], figures["device_id_high"])
         if not torch.cuda.is_available():
             raise StoreError(
                 f"store: its objects are in the memory of GPU {wanted.hex()}, and this PyTorch ({torch.__version__}) "
                 "sees no GPU: install a CUDA build, or look at CUDA_VISIBLE_DEVICES"
             )
-        driver = cuda_driver()
         for index in range(torch.cuda.device_count()):
-            if driver.device_id(index) == wanted:
+            if device_id(index) == wanted:
                 torch.cuda.init()
                 with _making:
                     if index not in _objects:
@@ -104,7 +92,7 @@ class CudaObjects:
         _refuse_capture()
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
-        mapping = imported(self.device.index, file, footprint_of(nbytes, self._grain), writes=writes)
+        mapping = import_mapping(self.device.index, file, footprint_of(nbytes, self._grain), writes=writes)
         exposed = _Exposed(mapping)
         try:
             made: torch.Tensor = torch.as_tensor(exposed, device=self.device)
@@ -113,7 +101,7 @@ class CudaObjects:
             mapping.unmap()
             raise
         self._mappings[mapping.address] = mapping
-        weakref.finalize(exposed, self._drop, _Dropped(mapping, freed)).atexit = False
+        weakref.finalize(exposed, self._drop, (mapping, freed)).atexit = False
         return made
 
     def let_write(self, memory: torch.Tensor, writes: bool) -> None:
@@ -169,11 +157,13 @@ class CudaObjects:
                 if isinstance(one, threading.Event):
                     one.set()
                     continue
-                self._mappings.pop(one.mapping.address, None)
+                mapping, freed = one
+                self._mappings.pop(mapping.address, None)
                 with suppress(ExecutionError):
-                    one.mapping.unmap()
-                one.freed()
+                    mapping.unmap()
+                freed()
                 self.ended += 1
+                del freed
             # They hold the connection.
             batch.clear()
             del one

@@ -13,11 +13,19 @@ from ctypes import c_size_t, c_void_p
 from dataclasses import dataclass
 
 from disco_accel.errors import ConfigError, DeviceLost, ExecutionError
-from disco_accel.native.cuda_driver import cuda_driver
-from disco_accel.native.cuda_shared_memory import CudaMapping, create, granularity
+from disco_accel.native.cuda_driver import (
+    CudaMapping,
+    ask_driver,
+    call_driver,
+    create_mapping,
+    device_id,
+    device_name,
+    granularity,
+)
 from disco_accel.sizes import format_size
+from disco_accel.store.messages import GPU_MEMORY
 from disco_accel.store.objects import footprint_of
-from disco_accel.store.tiers import LATENCY, DeviceKind
+from disco_accel.store.tiers import LATENCY
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _VIRTUAL_MEMORY, _SHARES_FILES = 102, 103
@@ -34,12 +42,12 @@ _NON_BLOCKING, _DISABLE_TIMING, _PORTABLE = 1, 2, 1
 
 
 class CudaTier:
-    """Memory of the machine's first GPU. ``limit``: bytes that the store may give out there.
+    """Memory of the machine's first GPU; see ``DeviceTier``. ``limit``: bytes that the store may give out there.
 
     The context is the device's primary one in this process. Any thread may call; each call makes it current.
     """
 
-    kind = DeviceKind.CUDA
+    kind = GPU_MEMORY
     bandwidth: float | None = None
 
     def __init__(self, limit: int) -> None:
@@ -58,34 +66,33 @@ class CudaTier:
             raise ConfigError(f"--device-kind cuda: {error}") from error
 
     def _start(self, limit: int) -> None:
-        driver = cuda_driver()
-        ordinal = driver.number("cuDeviceGet", 0)
-        self.name, self.identity = driver.device_name(ordinal), driver.device_id(ordinal)
+        ordinal = ask_driver("cuDeviceGet", 0)
+        self.name, self.identity = device_name(ordinal), device_id(ordinal)
         for attribute in (_VIRTUAL_MEMORY, _SHARES_FILES):
-            if not driver.number("cuDeviceGetAttribute", attribute, ordinal):
+            if not ask_driver("cuDeviceGetAttribute", attribute, ordinal):
                 raise ConfigError(
                     f"--device-kind cuda: {self.name} or its driver cannot share memory between processes: serve the "
                     "store with --device-kind host"
                 )
-        total = driver.number("cuDeviceTotalMem_v2", ordinal, kind=c_size_t)
+        total = ask_driver("cuDeviceTotalMem_v2", ordinal, kind=c_size_t)
         if limit > total:
             raise ConfigError(f"--device: {format_size(limit)} is more than the {format_size(total)} of {self.name}")
         self._ordinal = ordinal
-        self._context = driver.number("cuDevicePrimaryCtxRetain", ordinal, kind=c_void_p)
+        self._context = ask_driver("cuDevicePrimaryCtxRetain", ordinal, kind=c_void_p)
         self.grain = granularity(ordinal)
         self._mappings: dict[int, CudaMapping] = {}
         self._rate = _FIRST_GUESS
         self._enter()
         self._fresh = new_stream()
-        self._loads, self._saves = CudaLane(), CudaLane()
+        self._loads, self._saves = _CudaLane(), _CudaLane()
         self._check_read_only()
 
     def _enter(self) -> None:
-        cuda_driver().call("cuCtxSetCurrent", self._context)
+        call_driver("cuCtxSetCurrent", self._context)
 
     def _check_read_only(self) -> None:
         """Final objects are mapped read-only. A driver that cannot do that is found now, not by the first reader."""
-        file, probe = create(self._ordinal, self.grain)
+        file, probe = create_mapping(self._ordinal, self.grain)
         os.close(file)
         try:
             probe.allow(writes=False)
@@ -93,36 +100,32 @@ class CudaTier:
             probe.unmap()
 
     def allocate(self, name: str, nbytes: int) -> int:
-        """As ``DeviceTier`` says; zeros."""
         del name
         self._enter()
         size = footprint_of(max(1, nbytes), self.grain)
-        file, mapping = create(self._ordinal, size)
+        file, mapping = create_mapping(self._ordinal, size)
         self._mappings[file] = mapping
         try:
-            driver = cuda_driver()
-            driver.call("cuMemsetD8Async", mapping.address, 0, size, self._fresh)
+            call_driver("cuMemsetD8Async", mapping.address, 0, size, self._fresh)
             # Of this process's stream: other processes see nothing of its order.
-            driver.call("cuStreamSynchronize", self._fresh)
+            call_driver("cuStreamSynchronize", self._fresh)
         except BaseException:
             self.close(file)
             raise
         return file
 
     def seal(self, file: int) -> bool:
-        """As ``DeviceTier`` says. Clients map final objects read-only; nothing stops a program of this user that calls
+        """Clients map final objects read-only; nothing stops a program of this user that calls
         the driver itself."""
         return True
 
     def load(self, source: int, target: int, nbytes: int, cancelled: threading.Event) -> None:
-        """As ``DeviceTier`` says."""
         begun = time.monotonic()
         self._enter()
         self._loads.load(source, self._mappings[target].address, nbytes, cancelled)
         self._note(nbytes, begun, cancelled)
 
     def save(self, source: int, target: int, nbytes: int, cancelled: threading.Event) -> None:
-        """As ``DeviceTier`` says."""
         begun = time.monotonic()
         self._enter()
         self._saves.save(self._mappings[source].address, target, nbytes, cancelled)
@@ -133,11 +136,11 @@ class CudaTier:
             self._rate = (self._rate + nbytes / max(1e-9, time.monotonic() - begun)) / 2
 
     def seconds(self, nbytes: int) -> float:
-        """As ``DeviceTier`` says: of the copies so far, the last counting most."""
+        """Of the copies so far, the last counting most."""
         return LATENCY + nbytes / self._rate
 
     def close(self, file: int) -> None:
-        """As ``DeviceTier`` says. Raises DeviceLost where the driver does not take memory back."""
+        """Raises DeviceLost where the driver does not take memory back."""
         # Before the descriptor's number can be another's.
         mapping = self._mappings.pop(file, None)
         try:
@@ -160,7 +163,7 @@ class _Piece:
     copied: int
 
 
-class CudaLane:
+class _CudaLane:
     """Copies between files in host memory and a GPU in one direction: a stream, and two page-locked pieces that a copy
     of the host's and one of the GPU's use in turn. Used by one thread at a time, in which the device's context is
     current.
@@ -176,21 +179,19 @@ class CudaLane:
 
     def load(self, source: int, address: int, nbytes: int, cancelled: threading.Event) -> None:
         """Copy the file ``source`` to ``address``; done when it returns. Raises OSError, ExecutionError."""
-        driver = cuda_driver()
         with self._all_done():
             for n, (begin, size) in enumerate(_parts(nbytes)):
                 if cancelled.is_set():
                     return
                 piece = self._pieces[n % 2]
                 if n >= 2:
-                    driver.call("cuEventSynchronize", piece.copied)
+                    call_driver("cuEventSynchronize", piece.copied)
                 _read(source, piece.view[:size], begin)
-                driver.call("cuMemcpyHtoDAsync_v2", address + begin, piece.address, size, self._stream)
-                driver.call("cuEventRecord", piece.copied, self._stream)
+                call_driver("cuMemcpyHtoDAsync_v2", address + begin, piece.address, size, self._stream)
+                call_driver("cuEventRecord", piece.copied, self._stream)
 
     def save(self, address: int, target: int, nbytes: int, cancelled: threading.Event) -> None:
         """Copy ``address`` to the file ``target``; done when it returns. Raises OSError, ExecutionError."""
-        driver = cuda_driver()
         under_way: deque[tuple[_Piece, int, int]] = deque()
         with self._all_done():
             for n, (begin, size) in enumerate(_parts(nbytes)):
@@ -199,8 +200,8 @@ class CudaLane:
                 if len(under_way) == 2:
                     _arrived(target, *under_way.popleft())
                 piece = self._pieces[n % 2]
-                driver.call("cuMemcpyDtoHAsync_v2", piece.address, address + begin, size, self._stream)
-                driver.call("cuEventRecord", piece.copied, self._stream)
+                call_driver("cuMemcpyDtoHAsync_v2", piece.address, address + begin, size, self._stream)
+                call_driver("cuEventRecord", piece.copied, self._stream)
                 under_way.append((piece, begin, size))
             while under_way:
                 _arrived(target, *under_way.popleft())
@@ -212,21 +213,20 @@ class CudaLane:
             yield
         except BaseException:
             with contextlib.suppress(ExecutionError):
-                cuda_driver().call("cuStreamSynchronize", self._stream)
+                call_driver("cuStreamSynchronize", self._stream)
             raise
-        cuda_driver().call("cuStreamSynchronize", self._stream)
+        call_driver("cuStreamSynchronize", self._stream)
 
 
 def new_stream() -> int:
     """Of the current context, ordered with no other by itself. Raises ExecutionError."""
-    return cuda_driver().number("cuStreamCreate", _NON_BLOCKING, kind=c_void_p)
+    return ask_driver("cuStreamCreate", _NON_BLOCKING, kind=c_void_p)
 
 
 def _new_piece() -> _Piece:
-    driver = cuda_driver()
-    address = driver.number("cuMemHostAlloc", _PIECE, _PORTABLE, kind=c_void_p)
+    address = ask_driver("cuMemHostAlloc", _PIECE, _PORTABLE, kind=c_void_p)
     view = memoryview((ctypes.c_ubyte * _PIECE).from_address(address)).cast("B")
-    return _Piece(address, view, driver.number("cuEventCreate", _DISABLE_TIMING, kind=c_void_p))
+    return _Piece(address, view, ask_driver("cuEventCreate", _DISABLE_TIMING, kind=c_void_p))
 
 
 def _parts(nbytes: int) -> list[tuple[int, int]]:
@@ -244,7 +244,7 @@ def _read(file: int, into: memoryview, begin: int) -> None:
 
 def _arrived(file: int, piece: _Piece, begin: int, size: int) -> None:
     """Write a piece to ``file`` once the GPU has filled it."""
-    cuda_driver().call("cuEventSynchronize", piece.copied)
+    call_driver("cuEventSynchronize", piece.copied)
     left = piece.view[:size]
     while left:
         count = os.pwrite(file, left, begin)

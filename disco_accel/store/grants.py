@@ -34,7 +34,7 @@ def shares(total: int, jobs: Sequence[Job]) -> list[int]:
     """The share of ``total`` bytes of each of ``jobs``, in order of arrival, once none holds more than its share.
 
     A job whose minimum does not fit beside the minimums of earlier ones waits with 0, and no job that holds nothing yet
-    overtakes it: so a large job gets its turn when jobs before it end, however many small ones come. Others get as much
+    overtakes it. So a large job gets its turn when jobs before it end, however many small ones come. Others get as much
     more as max-min fairness gives: no share grows at the cost of a smaller one.
     """
     low, high = [0] * len(jobs), [0] * len(jobs)

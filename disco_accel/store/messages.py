@@ -8,13 +8,17 @@ short refusal. docs/store.md has the table of fields.
 from __future__ import annotations
 
 import math
+import mmap
+import os
 import re
 import struct
+import time
 from collections.abc import Collection
 from enum import IntEnum
 from typing import NamedTuple
 
 from disco_accel.errors import StoreError
+from disco_accel.native.shared_memory import NO_NEW_WRITERS, add_seals, create_file
 
 VERSION = 1
 """Of both structs, their first byte. Another version is refused."""
@@ -36,6 +40,14 @@ NO_NEXT_USE = -1
 """As the amount of ``PUT``: nobody has said when the object is used next."""
 MAX_NEXT_USE = 1 << 50
 """Microseconds: decades."""
+GRANT, SEEN = range(2)
+"""Places of the words of a ``GrantPage``."""
+BEAT_SECONDS = 0.25
+"""The store renews ``SEEN`` that often."""
+SILENT_SECONDS = 2.0
+"""A client that has seen no renewal for so long asks whether the store is there at all."""
+HOST_MEMORY, GPU_MEMORY = range(2)
+"""Kinds of memory behind descriptors of the device tier: its figure ``device_kind``."""
 
 
 class Opcode(IntEnum):
@@ -109,7 +121,7 @@ FIGURES: tuple[tuple[str, ...], ...] = (
     ("device_kind", "device_grain", "device_id_low", "device_id_high", "", "", "", ""),
 )
 """Names of the figures on each page, in their order. ``quota``: of the client that asks; 0: none."""
-CLIENT_FIGURES = ("pid", "objects", "bytes", "leases", "grant", "held", "first_class", "least")
+CLIENT_FIGURES = ("pid", "objects", "bytes", "leases", "grant", "held", "first_class", "minimum")
 """Names of the figures on a client's page."""
 STATS_PAGES = len(FIGURES)
 """Pages of figures about the store; one for each client follows."""
@@ -314,3 +326,40 @@ def parse_reply(data: bytes) -> Reply:
         raise Malformed(f"a reply of status {status}, element type {dtype}, {dimensions} dimensions")
     words = text.rstrip(b"\0").decode(errors="replace") if text[0] else ""
     return Reply(_STATUSES[status], number, amount, name, device, dtype, dimensions, tuple(figures), words)
+
+
+class GrantPage:
+    """A page of memory that the store writes and one client reads without a message: two 8-byte words, each written
+    whole. The first is the granted bytes, the second the time at which the store last looked, in nanoseconds of
+    CLOCK_MONOTONIC. ``file``: a descriptor for the client, which can only be mapped to read."""
+
+    def __init__(self) -> None:
+        self.file = create_file("store-grant", mmap.PAGESIZE)
+        self._memory = mmap.mmap(self.file, mmap.PAGESIZE)
+        add_seals(self.file, NO_NEW_WRITERS)
+        self._words = memoryview(self._memory).cast("q")
+        self.beat()
+
+    def write(self, grant: int) -> None:
+        """The client has ``grant`` bytes from now on."""
+        self._words[GRANT] = grant
+
+    def beat(self) -> None:
+        """The store is there."""
+        self._words[SEEN] = time.monotonic_ns()
+
+    def close(self) -> None:
+        """Free the page; the client's mapping stays as it is."""
+        self._words.release()
+        self._memory.close()
+        os.close(self.file)
+
+
+def grant_words(file: int) -> memoryview[int]:
+    """A client's view of the page behind ``file``, which is not needed any more."""
+    return memoryview(mmap.mmap(file, mmap.PAGESIZE, prot=mmap.PROT_READ)).cast("q")
+
+
+def is_silent(words: memoryview[int]) -> bool:
+    """Whether the store has not looked for a while: it has ended, or is stopped."""
+    return time.monotonic_ns() - words[SEEN] > SILENT_SECONDS * 1e9

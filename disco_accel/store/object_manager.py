@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from disco_accel.errors import ExecutionError, StoreError, StoreFull
 from disco_accel.eviction import Policy
-from disco_accel.store.capacity_ledger import CapacityLedger, Limits
+from disco_accel.store.capacity_ledger import CapacityLedger
 from disco_accel.store.messages import Opcode, Tier
 from disco_accel.store.objects import Client, Move, Object, Waiter
 from disco_accel.store.tiers import CopyLanes, new_file
@@ -31,13 +31,13 @@ class ObjectManager:
 
     def __init__(
         self,
-        limits: Limits,
+        ledger: CapacityLedger,
         policy: Policy,
         lanes: CopyLanes,
         answer: Callable[[Waiter, Object, StoreError | None], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.ledger = CapacityLedger(limits)
+        self.ledger = ledger
         self.objects: dict[int, Object] = {}
         self.clients: dict[Client, None] = {}
         self._answer, self._clock = answer, clock
@@ -49,12 +49,9 @@ class ObjectManager:
     # Requests of clients.
 
     def add(self, item: Object, waiter: Waiter) -> None:
-        """A new object; ``waiter`` is answered once it has memory.
-
-        Raises:
-            StoreFull: no room in host memory, or the owner's quota.
-        """
-        quota, owner = self.ledger.limits.quota_of(item.owner), item.owner
+        """A new object; ``waiter`` is answered once it has memory. Raises StoreFull: no room in host memory, or the
+        owner's quota."""
+        quota, owner = self.ledger.quota_of(item.owner), item.owner
         if quota is not None and owner.nbytes + item.footprint > quota:
             owned = f"{owner.words} owns {owner.nbytes} of {quota}"
             raise StoreFull(f"quota: {item.footprint} bytes wanted, {owned}: free some")
@@ -79,14 +76,14 @@ class ObjectManager:
         """A lease on ``item`` for ``waiter``, at once if it is there."""
         now = self._clock()
         item.uses.used(now)
-        self.counts.gets += 1
+        self.counts["gets"] += 1
         loading = item.move is not None and item.move.load
         if item.file is not None and not loading:
-            self.counts.hits += 1
+            self.counts["hits"] += 1
             self.lease(item, waiter.client)
             self._answer(waiter, item, None)
             return
-        self.counts.fetched += 1
+        self.counts["fetched"] += 1
         item.waiters.append(waiter)
         if not loading:
             self._enqueue(item)
@@ -284,8 +281,8 @@ class ObjectManager:
         if not self._tier.seal(move.target):
             raise RuntimeError(f"a file that nobody else has cannot be sealed: object {item.id}")
         self._transfers.copies[item.id] = item
-        self.counts.loaded_bytes += item.nbytes
-        self.counts.prefetched += item.prefetching and not item.waiters
+        self.counts["loaded_bytes"] += item.nbytes
+        self.counts["prefetched"] += item.prefetching and not item.waiters
         self._answer_all(item)
 
     def _saved(self, item: Object, move: Move) -> None:
@@ -295,17 +292,17 @@ class ObjectManager:
             return
         item.host_file = move.target
         self._transfers.copies[item.id] = item
-        self.counts.saved_bytes += item.nbytes
+        self.counts["saved_bytes"] += item.nbytes
         if not item.gone and item.idle and (self._queue or self.ledger.excess > 0):
             self._transfers.drop(item)
-            self.counts.evicted += 1
+            self.counts["evicted"] += 1
 
     def _answer_all(self, item: Object) -> None:
         now = self._clock()
         item.prefetching = False
         waiters, item.waiters = item.waiters, []
         for waiter in waiters:
-            self.counts.stalled += now - waiter.since
+            self.counts["stalled_microseconds"] += int((now - waiter.since) * 1e6)
             if waiter.opcode is Opcode.GET:
                 self.lease(item, waiter.client)
             self._answer(waiter, item, None)

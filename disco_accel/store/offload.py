@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -12,11 +13,87 @@ from torch.utils._pytree import tree_map_only
 
 from disco_accel.errors import ConfigError, StoreError, StoreFull
 from disco_accel.native.backend import has_backend
-from disco_accel.store.stored_object import Layout, ObjectStore, freer_of, span_of, store_bytes
-from disco_accel.store.use_order import Weight, WeightUses
+from disco_accel.store.stored_object import (
+    AHEAD,
+    Layout,
+    ObjectStore,
+    StoredObject,
+    bytes_in,
+    layout_in,
+    span_of,
+    store_bytes,
+    wait_for_frees,
+)
 
 MIN_BYTES = 1 << 16
 """Smaller weights stay: each use costs messages of a quarter of a millisecond."""
+
+
+_MOST = 1 << 16
+"""Uses after which a step counts as ended: nobody calls the module whose forward would begin the next."""
+
+
+@dataclass(eq=False, slots=True)
+class _Weight:
+    """A weight in a store. ``name``: of the parameter. ``last``: its last use, as its step's gaps, the place of the
+    use there, and its time."""
+
+    name: str
+    item: StoredObject
+    layout: Layout
+    last: tuple[list[float | None], int, float] | None = None
+
+
+@dataclass(slots=True)
+class _StepUses:
+    """The weights used in a step in their order, and the seconds until each was used again, in this step or later."""
+
+    weights: list[_Weight] = field(default_factory=list)
+    gaps: list[float | None] = field(default_factory=list)
+
+
+class _WeightUses:
+    """The uses of a module's weights, from one forward of the module to the next. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now, self._before = _StepUses(), _StepUses()
+
+    def begin_step(self) -> None:
+        """The module's forward begins."""
+        with self._lock:
+            self._turn()
+
+    def forget(self) -> None:
+        """Drop all weights."""
+        with self._lock:
+            self._now, self._before = _StepUses(), _StepUses()
+
+    def _turn(self) -> None:
+        if self._now.weights:
+            self._now, self._before = _StepUses(), self._now
+
+    def use(self, weight: _Weight) -> tuple[float | None, list[_Weight]]:
+        """``weight`` is used now. Returns the seconds until it is used again, None if that is not known, and weights to
+        ask back now, which are used soon."""
+        with self._lock:
+            now = time.monotonic()
+            if len(self._now.weights) >= _MOST:
+                self._turn()
+            place = len(self._now.weights)
+            if weight.last is not None:
+                gaps, there, then = weight.last
+                gaps[there] = now - then
+            self._now.weights.append(weight)
+            self._now.gaps.append(None)
+            weight.last = (self._now.gaps, place, now)
+            before = self._before.weights
+            if place >= len(before) or before[place] is not weight:
+                return None, []
+            # At the end of a step come those of the begin of the next. Nearer ones were asked back before.
+            first = place + 1 if place == 0 else place + AHEAD
+            soon = [before[n % len(before)] for n in range(first, place + AHEAD + 1)]
+            return self._before.gaps[place], [w for w in dict.fromkeys(soon) if w is not weight]
 
 
 class OffloadedWeight(torch.Tensor):
@@ -28,11 +105,11 @@ class OffloadedWeight(torch.Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _weight: Weight
-    _uses: WeightUses
+    _weight: _Weight
+    _uses: _WeightUses
 
     @staticmethod
-    def __new__(cls, weight: Weight, uses: WeightUses, layout: Layout) -> OffloadedWeight:
+    def __new__(cls, weight: _Weight, uses: _WeightUses, layout: Layout) -> OffloadedWeight:
         """The part of ``weight`` that lies at ``layout``."""
         made: OffloadedWeight = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -46,13 +123,8 @@ class OffloadedWeight(torch.Tensor):
         made._weight, made._uses = weight, uses
         return made
 
-    def __init__(self, weight: Weight, uses: WeightUses, layout: Layout) -> None:
+    def __init__(self, *_given: object) -> None:
         """See ``__new__``."""
-
-    @property
-    def weight(self) -> Weight:
-        """Of which it is the whole or a part."""
-        return self._weight
 
     @property
     def layout_in_store(self) -> Layout:
@@ -61,11 +133,7 @@ class OffloadedWeight(torch.Tensor):
 
     def fetch(self) -> torch.Tensor:
         """The weight itself, brought back if it was evicted: a plain tensor that stays while it lives. Not for hands
-        that could write to it.
-
-        Raises:
-            StoreFull, StoreGone: as ``Store.get``.
-        """
+        that could write to it. Raises StoreFull, StoreGone: as ``Store.get``."""
         item = self._weight.item
         seconds, soon = self._uses.use(self._weight)
         memory = item.store.get(item.id)
@@ -115,7 +183,6 @@ class OffloadedWeight(torch.Tensor):
     data_ptr = untyped_storage = storage = numpy = __array__ = __dlpack__ = share_memory_ = _no_memory
 
     def tolist(self) -> Any:
-        """Its numbers."""
         return self.fetch().tolist()
 
     @property
@@ -140,16 +207,11 @@ class OffloadedWeight(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Files have the weight, and know nothing of a store."""
-        return copy_of(self).__reduce_ex__(protocol)
+        return self.__deepcopy__({}).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without its content, which would have to be fetched."""
         return f"OffloadedWeight('{self._weight.name}', size={tuple(self.size())}, dtype={self.dtype})"
-
-
-def copy_of(tensor: OffloadedWeight) -> torch.Tensor:
-    """A plain tensor, or parameter, with its content."""
-    return copy.deepcopy(tensor, {})
 
 
 def _is_view(func: Any) -> bool:
@@ -163,7 +225,7 @@ def _view(func: Any, part: OffloadedWeight, args: tuple[Any, ...], kwargs: dict[
 
     def of_the_weight(view: torch.Tensor) -> OffloadedWeight:
         there = Layout(view.dtype, tuple(view.size()), view.stride(), int(view.storage_offset()))
-        return OffloadedWeight(part.weight, part._uses, there)
+        return OffloadedWeight(part._weight, part._uses, there)
 
     return tree_map_only(torch.Tensor, of_the_weight, func(part.layout_in_store.empty("meta"), *args, **kwargs))
 
@@ -176,7 +238,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         for tensor in value if isinstance(value, list | tuple) else [value]:
             if isinstance(tensor, OffloadedWeight):
-                _refuse(tensor.weight.name, func.__name__)
+                _refuse(tensor._weight.name, func.__name__)
 
 
 def _refuse(name: str, how: str) -> NoReturn:
@@ -190,7 +252,7 @@ class _Begin:
     """A forward pre-hook of the module: a step begins. A copy of the module, or one from a file, has plain weights and
     a hook that does nothing."""
 
-    def __init__(self, uses: WeightUses | None = None) -> None:
+    def __init__(self, uses: _WeightUses | None = None) -> None:
         self._uses = uses
 
     def __call__(self, _module: torch.nn.Module, _args: Any) -> None:
@@ -205,7 +267,7 @@ class Offloaded:
     """The handle of a module whose weights were offloaded. ``names``: of the weights that are in the store."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._uses = WeightUses()
+        self._uses = _WeightUses()
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._hook = module.register_forward_pre_hook(_Begin(self._uses))
 
@@ -238,16 +300,14 @@ class Offloaded:
     def __enter__(self) -> Offloaded:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.remove()
 
     def _restore(self, name: str, last: bool) -> bool:
         """Bring one back; False where the store has no room for it now, an error if it is the ``last`` to be tried."""
         parameter = self._parameters[name]
         if isinstance(parameter, OffloadedWeight):
-            store = parameter.weight.item.store
+            store = parameter._weight.item.store
             try:
                 plain = torch.nn.Parameter(parameter.copied(), requires_grad=False)
             except StoreFull:
@@ -256,17 +316,17 @@ class Offloaded:
                 return False
             _swap(name, parameter, plain)
             del plain
-            freer_of(store).wait()
+            wait_for_frees(store)
         del self._parameters[name]
         return True
 
     def _store(self, store: ObjectStore, name: str, parameter: torch.nn.Parameter) -> None:
-        """Move one parameter: all who held it hold one that is in the store."""
+        """Move one parameter: all its holders hold one that is in the store."""
         with torch.no_grad():
             span = span_of(parameter)
-            item, _memory = store_bytes(store, span.bytes_of(parameter), freer_of(store))
-        layout = span.layout_of(parameter)
-        made = OffloadedWeight(Weight(name, item, layout), self._uses, layout)
+            item, _memory = store_bytes(store, bytes_in(parameter, span))
+        layout = layout_in(parameter, span)
+        made = OffloadedWeight(_Weight(name, item, layout), self._uses, layout)
         # isinstance(..., Parameter) asks for it in tensors of other classes.
         made._is_param = True
         _swap(name, parameter, made)
@@ -279,8 +339,8 @@ def offload(store: ObjectStore, module: torch.nn.Module, *, min_bytes: int = MIN
     Each op that reads one fetches it, in forward, backward and recomputation, and drops it; in between it may be
     evicted. From the second forward of ``module`` on, it is announced with the time after which it was used again in
     the step before, and asked back some uses ahead in the order of that step. Trained parameters, small ones and
-    buffers stay. Parameters that several modules share are moved once, and all who hold a parameter, an optimizer too,
-    hold the moved one. Bits are those without.
+    buffers stay. Parameters that several modules share are moved once, and all holders of a parameter, an optimizer
+    too, hold the moved one. Bits are those without.
 
     Until ``remove``, the weights are read-only (StoreError), and exist in the store alone.
 

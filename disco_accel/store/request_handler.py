@@ -8,7 +8,7 @@ import struct
 
 from disco_accel.errors import ExecutionError, StoreError, StoreFull
 from disco_accel.store.messages import (
-    DEVICE_PAGE,
+    FIGURES,
     NO_NEXT_USE,
     SILENT,
     STATS_PAGES,
@@ -22,9 +22,8 @@ from disco_accel.store.messages import (
     nbytes_of,
 )
 from disco_accel.store.object_manager import ObjectManager
-from disco_accel.store.objects import Client, Object, Waiter, footprint_of
+from disco_accel.store.objects import Client, Object, UseHistory, Waiter, footprint_of
 from disco_accel.store.tiers import DeviceTier
-from disco_accel.store.victims import UseHistory
 
 _MAX_FIGURE = (1 << 63) - 1
 # Of Python 3.11, each member of an enumeration that is looked up by its class takes a call.
@@ -38,7 +37,6 @@ class RequestHandler:
 
     def __init__(self, manager: ObjectManager, tier: DeviceTier) -> None:
         self.manager, self._tier = manager, tier
-        self.malformed = 0
         self._next = (secrets.randbits(31) | 1) << 32
 
     def handle(self, client: Client, request: Request, now: float) -> Reply | None:
@@ -50,7 +48,7 @@ class RequestHandler:
             return Reply(ReplyStatus.FULL, request.number, text=str(error))
         except (StoreError, ExecutionError) as error:
             # Nobody reads a reply to those; that is counted.
-            self.malformed += request.opcode in SILENT
+            self.manager.counts["malformed"] += request.opcode in SILENT
             return None if request.opcode in SILENT else Reply(ReplyStatus.REFUSED, request.number, text=str(error))
 
     def _do(self, client: Client, request: Request, now: float) -> Reply | None:
@@ -135,33 +133,21 @@ class RequestHandler:
         self.manager.release(item, client)
 
     def _figures(self, page: int, asking: Client) -> tuple[int, ...]:
-        manager, ledger, counts = self.manager, self.manager.ledger, self.manager.counts
-        clients = list(manager.clients)
-        if page == 0:
-            return (
-                *(ledger.limits.host, ledger.host_used, ledger.limits.device, ledger.device_used, ledger.idle_bytes),
-                *(ledger.first_class, ledger.reserved, ledger.demand),
-            )
-        if page == 1:
-            return (
-                *(counts.gets, counts.hits, counts.fetched, counts.prefetched, counts.evicted, counts.dropped),
-                *(self.malformed, len(clients)),
-            )
-        if page == 2:
-            link, jobs = int(self._tier.bandwidth or 0), sum(c.has_job for c in clients)
-            return (
-                *(counts.saved_bytes, counts.loaded_bytes, int(counts.stalled * 1e6), len(manager.objects)),
-                *(link, jobs, ledger.limits.quota_of(asking) or 0, 0),
-            )
-        if page == DEVICE_PAGE:
-            return (self._tier.kind, self._tier.grain, *struct.unpack("<qq", self._tier.identity), 0, 0, 0, 0)
+        manager, ledger, clients = self.manager, self.manager.ledger, list(self.manager.clients)
         if page - STATS_PAGES >= len(clients):
             raise StoreError(f"no page {page} of figures")
-        return _client(clients[page - STATS_PAGES])
-
-
-def _client(client: Client) -> tuple[int, ...]:
-    return (
-        *(client.pid, len(client.owned), client.nbytes, sum(client.leases.values()), client.grant, client.held),
-        *(sum(client.first_class.values()), client.minimum),
-    )
+        if page >= STATS_PAGES:
+            one = clients[page - STATS_PAGES]
+            leases, first_class = sum(one.leases.values()), sum(one.first_class.values())
+            return one.pid, len(one.owned), one.nbytes, leases, one.grant, one.held, first_class, one.minimum
+        low, high = struct.unpack("<qq", self._tier.identity)
+        named = {
+            **{"host_bytes": ledger.host, "host_used": ledger.host_used, "device_bytes": ledger.device},
+            **{"device_used": ledger.device_used, "device_idle": ledger.idle_bytes, "first_class": ledger.first_class},
+            **{"budgets": ledger.reserved, "waited_for": ledger.demand, "clients": len(clients)},
+            **{"objects": len(manager.objects), "link_bandwidth": int(self._tier.bandwidth or 0)},
+            **{"jobs": sum(client.has_job for client in clients), "quota": ledger.quota_of(asking) or 0},
+            **{"device_kind": self._tier.kind, "device_grain": self._tier.grain},
+            **{"device_id_low": low, "device_id_high": high},
+        }
+        return tuple(named.get(name, manager.counts[name]) for name in FIGURES[page])

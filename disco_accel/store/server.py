@@ -15,12 +15,13 @@ from pathlib import Path
 
 from disco_accel.errors import DeviceLost, ExecutionError, StoreError, StoreFull
 from disco_accel.eviction import store_policy_named
-from disco_accel.store.capacity_ledger import Limits
-from disco_accel.store.grant_page import BEAT_SECONDS, GrantPage
+from disco_accel.store.capacity_ledger import CapacityLedger
 from disco_accel.store.messages import (
+    BEAT_SECONDS,
     MAX_DIMENSIONS,
     REQUEST,
     SILENT,
+    GrantPage,
     Malformed,
     Opcode,
     Reply,
@@ -44,7 +45,7 @@ _IN_A_ROW = 16
 
 
 @dataclass(eq=False, slots=True)
-class Connection:
+class _Connection:
     """One client's socket. ``process``: a descriptor that tells when the process ends that connected: one that it
     forked may keep the socket open. ``outbox``: replies that it has not room for, each with a descriptor of its
     own."""
@@ -57,13 +58,10 @@ class Connection:
 
 
 class Server:
-    """A store that listens at ``path`` from its construction on, and serves in ``run``.
+    """A store that listens at ``path`` from its construction on, and serves in ``run``. Raises ConfigError: a store
+    listens there, the folder is not this user's own, or there is no such policy."""
 
-    Raises:
-        ConfigError: a store listens there, the folder is not this user's own, or there is no such policy.
-    """
-
-    def __init__(self, path: Path, limits: Limits, policy: str, tier: DeviceTier) -> None:
+    def __init__(self, path: Path, ledger: CapacityLedger, policy: str, tier: DeviceTier) -> None:
         """``policy``: a name of ``STORE_POLICIES``."""
         chosen = store_policy_named(policy)
         self.path = path
@@ -73,10 +71,10 @@ class Server:
             end.setblocking(False)
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._lanes = CopyLanes(tier, self._wake)
-        self.manager = ObjectManager(limits, chosen, self._lanes, self._answer)
+        self.manager = ObjectManager(ledger, chosen, self._lanes, self._answer)
         self._handler = RequestHandler(self.manager, tier)
-        self._connections: dict[Client, Connection] = {}
-        self._ended: list[Connection] = []
+        self._connections: dict[Client, _Connection] = {}
+        self._ended: list[_Connection] = []
         self._pages: dict[Client, GrantPage] = {}
         self._beaten = 0.0
         self._stopping = False
@@ -138,13 +136,13 @@ class Server:
             made.close()
             return
         made.setblocking(False)
-        connection = Connection(made, Client(pid), process)
+        connection = _Connection(made, Client(pid), process)
         self._connections[connection.client] = connection
         self.manager.clients[connection.client] = None
         self._register(made, lambda events: self._ready(connection, events))
         self._register(process, lambda events: self._mark_ended(connection))
 
-    def _ready(self, connection: Connection, events: int) -> None:
+    def _ready(self, connection: _Connection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._send_outbox(connection)
         if events & selectors.EVENT_READ:
@@ -152,7 +150,7 @@ class Server:
                 if connection.dead or not self._read(connection):
                     return
 
-    def _read(self, connection: Connection) -> bool:
+    def _read(self, connection: _Connection) -> bool:
         """Take one request. Whether to look for another at once: after those that their sender does not wait for.
         Descriptors that a client sends are dropped by the operating system."""
         try:
@@ -167,7 +165,7 @@ class Server:
         try:
             request = parse_request(data)
         except Malformed as error:
-            self._handler.malformed += 1
+            self.manager.counts["malformed"] += 1
             self._send(connection, Reply(ReplyStatus.MALFORMED, error.number, text=str(error)), None)
             return False
         reply = self._handler.handle(connection.client, request, time.monotonic())
@@ -181,7 +179,7 @@ class Server:
             self._send(connection, reply, None)
         return False
 
-    def _send_page(self, connection: Connection, reply: Reply) -> None:
+    def _send_page(self, connection: _Connection, reply: Reply) -> None:
         if connection.client not in self._pages:
             try:
                 self._pages[connection.client] = GrantPage()
@@ -215,7 +213,7 @@ class Server:
         reply = Reply(_OK, waiter.number, 0 if item.final else 1, item.id, item.tier, item.dtype, len(shape), figures)
         self._send(connection, reply, item.file if waiter.opcode is _GET else None)
 
-    def _send(self, connection: Connection, reply: Reply, file: int | None) -> None:
+    def _send(self, connection: _Connection, reply: Reply, file: int | None) -> None:
         if connection.dead:
             return
         data = reply.pack()
@@ -232,7 +230,7 @@ class Server:
             return
         self._listen_for(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
 
-    def _sent(self, connection: Connection, data: bytes, file: int | None) -> bool:
+    def _sent(self, connection: _Connection, data: bytes, file: int | None) -> bool:
         """Whether ``data`` is sent: else there is no room, or the client is gone and ``dead``."""
         try:
             if file is None:
@@ -246,7 +244,7 @@ class Server:
             return False
         return True
 
-    def _send_outbox(self, connection: Connection) -> None:
+    def _send_outbox(self, connection: _Connection) -> None:
         while connection.outbox and self._sent(connection, *connection.outbox[0]):
             file = connection.outbox.popleft()[1]
             if file is not None:
@@ -254,12 +252,12 @@ class Server:
         if not connection.outbox and not connection.dead:
             self._listen_for(connection, selectors.EVENT_READ)
 
-    def _listen_for(self, connection: Connection, events: int) -> None:
+    def _listen_for(self, connection: _Connection, events: int) -> None:
         key = self._selector.get_key(connection.socket)
         if key.events != events:
             self._selector.modify(connection.socket, events, key.data)
 
-    def _mark_ended(self, connection: Connection) -> None:
+    def _mark_ended(self, connection: _Connection) -> None:
         """End ``connection`` before the loop goes on; not at once, where callers still use it."""
         if not connection.dead:
             connection.dead = True

@@ -199,11 +199,8 @@ class HostClaims(_SharedBudget):
 
     def hold(self, pieces: Mapping[Piece, int]) -> None:
         """From now on ``pieces`` are held, in bytes, and no others; those that are new are about to be taken. Does
-        nothing in a process that was forked since: its memory is its parent's.
-
-        Raises:
-            StoreFull: the store has no room for one that is new, and counts none of those.
-        """
+        nothing in a process that was forked since: its memory is its parent's. Raises StoreFull: the store has no room
+        for one that is new, and counts none of those."""
         if os.getpid() != self._process or pieces == self._pieces:
             return
         with self._lock:

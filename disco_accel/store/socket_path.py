@@ -25,10 +25,7 @@ _BACKLOG = 512
 
 def socket_path(path: str | os.PathLike[str] | None = None) -> Path:
     """``path``, else ``$DISCO_STORE``, else ``store`` in ``$XDG_RUNTIME_DIR/disco_accel`` or ``/tmp/disco_accel-UID``.
-
-    Raises:
-        ConfigError: the path is too long for a socket.
-    """
+    Raises ConfigError: the path is too long for a socket."""
     if path is None:
         path = os.environ.get(SOCKET_VARIABLE) or None
     if path is None:
@@ -42,11 +39,8 @@ def socket_path(path: str | os.PathLike[str] | None = None) -> Path:
 
 
 def client_label(given: str | None = None) -> str:
-    """``given``, else ``$DISCO_STORE_LABEL``: the name of this client; "" for none.
-
-    Raises:
-        ConfigError: no client can be called so.
-    """
+    """``given``, else ``$DISCO_STORE_LABEL``: the name of this client; "" for none. Raises ConfigError: no client can
+    be called so."""
     name = os.environ.get(LABEL_VARIABLE, "") if given is None else given
     if name and not is_label(name):
         source = LABEL_VARIABLE if given is None else "label"
@@ -55,11 +49,8 @@ def client_label(given: str | None = None) -> str:
 
 
 def check_folder(folder: Path, create: bool = False) -> None:
-    """Nobody but this user can put a socket into ``folder``, or reach one there.
-
-    Raises:
-        ConfigError: it is a link, belongs to somebody else or is open to others, or there is none.
-    """
+    """Nobody but this user can put a socket into ``folder``, or reach one there. Raises ConfigError: it is a link,
+    belongs to somebody else or is open to others, or there is none."""
     if create:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -82,9 +73,7 @@ def listen(path: Path) -> tuple[socket.socket, int]:
     """A socket that listens at ``path``, and the lock that says so: a descriptor, kept open for as long as it listens.
 
     A dead store's socket is replaced: the operating system frees the lock of a process that ends, however it ends.
-
-    Raises:
-        ConfigError: a store listens there already, or the folder is not this user's own.
+    Raises ConfigError: a store listens there already, or the folder is not this user's own.
     """
     check_folder(path.parent, create=True)
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -28,6 +28,13 @@ _SOCKET = (
 _RATE = re.compile(r"(.*?)\s*/\s*s")
 MAX_WAIT = 600.0
 """Seconds."""
+_WAIT_VARIABLE = "DISCO_STORE_WAIT"
+"""Seconds that an allocation without room waits for others to make some."""
+_INTERPOSED_FLAGS = (
+    *("-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
+    *("-static-libgcc", "-Wl,--as-needed", "-Wl,-z,defs"),
+)
+"""The library needs the C library alone: the C++ library must be the program's own."""
 
 
 def store_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,25 +65,25 @@ def store(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from disco_accel.store.capacity_ledger import Limits
+    from disco_accel.store.capacity_ledger import CapacityLedger
     from disco_accel.store.server import Server
     from disco_accel.store.socket_path import socket_path
 
     quota, quotas = parse_quotas(options.quota)
-    limits = Limits(parse_size(options.host), parse_size(options.device), quota, quotas)
+    ledger = CapacityLedger(parse_size(options.host), parse_size(options.device), quota, quotas)
     rate = None if options.link_bandwidth is None else parse_rate(options.link_bandwidth)
-    tier = _tier(options.device_kind, limits.device, rate)
+    tier = _tier(options.device_kind, ledger.device, rate)
     # Each object is a file in memory, with a descriptor in the store.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    server = Server(socket_path(options.socket), limits, options.policy, tier)
+    server = Server(socket_path(options.socket), ledger, options.policy, tier)
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda *_: server.stop())
     link = "" if rate is None else f" behind {format_size(int(rate))}/s"
     link += f" of {tier.name}" if tier.name else ""
     print(
-        f"store at {server.path}: host {format_size(limits.host)}, device {format_size(limits.device)}{link}, "
+        f"store at {server.path}: host {format_size(ledger.host)}, device {format_size(ledger.device)}{link}, "
         f"policy {options.policy}",
         flush=True,
     )
@@ -86,11 +93,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def parse_quotas(texts: Sequence[str]) -> tuple[int | None, dict[str, int]]:
-    """Bytes for each client, None for no limit, and for clients of a label: of ``4GiB`` and ``train-a=8GiB``.
-
-    Raises:
-        ConfigError: one is no such thing, or is given twice.
-    """
+    """Bytes for each client, None for no limit, and for clients of a label: of ``4GiB`` and ``train-a=8GiB``. Raises
+    ConfigError: one is no such thing, or is given twice."""
     from disco_accel.store.messages import is_label
 
     found: dict[str, int] = {}
@@ -156,6 +160,15 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(f"store run: {program}: cannot be started: {error.strerror}") from error
 
 
+def interposed_library() -> Path:
+    """The library that counts a program's device memory from within (``docs/first_class.md``), built on first use: its
+    functions replace CUDA's that allocate and free. Raises ExtensionError."""
+    from disco_accel.native.plain_library import ROOT, build_plain
+
+    sources = [f"interpose/{source.name}" for source in sorted((ROOT / "interpose").glob("*.cpp"))]
+    return build_plain("disco_interpose", sources, flags=_INTERPOSED_FLAGS)
+
+
 def counted_environment(environment: Mapping[str, str], socket: Path, wait: float | None = None) -> dict[str, str]:
     """``environment`` in which programs are counted by the store at ``socket``, and their children too.
 
@@ -165,12 +178,11 @@ def counted_environment(environment: Mapping[str, str], socket: Path, wait: floa
         ConfigError: ``wait`` is no such time, or the library's path cannot be preloaded.
         ExtensionError: the library cannot be built.
     """
-    from disco_accel.native import interposed_library
     from disco_accel.store.socket_path import SOCKET_VARIABLE
 
     if wait is not None and not (math.isfinite(wait) and 0 <= wait <= MAX_WAIT):
         raise ConfigError(f"--wait: {wait} is not a number of seconds from 0 to {MAX_WAIT:.0f}")
-    library = os.fspath(interposed_library.interposed_library())
+    library = os.fspath(interposed_library())
     if re.search(r"[\s:]", library):
         raise ConfigError(
             f"{library}: the loader can't be told a path with blanks or colons: set TORCH_EXTENSIONS_DIR to a folder "
@@ -179,5 +191,5 @@ def counted_environment(environment: Mapping[str, str], socket: Path, wait: floa
     others = [path for path in re.split(r"[\s:]+", environment.get("LD_PRELOAD", "")) if path and path != library]
     counted = {**environment, "LD_PRELOAD": ":".join([library, *others]), SOCKET_VARIABLE: os.fspath(socket)}
     if wait is not None:
-        counted[interposed_library.WAIT_VARIABLE] = repr(wait)
+        counted[_WAIT_VARIABLE] = repr(wait)
     return counted

@@ -14,12 +14,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from enum import IntEnum
 from functools import partial
 from typing import Protocol
 
 from disco_accel.errors import DeviceLost, ExecutionError
 from disco_accel.native.shared_memory import READ_ONLY, WHOLE, add_seals, create_file
+from disco_accel.store.messages import HOST_MEMORY
 from disco_accel.store.objects import Move
 from disco_accel.threads import start_thread
 
@@ -38,19 +38,11 @@ _MOST_DISCARDED = 1 << 28
 thread they would be memory that nobody accounts for."""
 
 
-class DeviceKind(IntEnum):
-    """The kind of memory behind a tier's descriptors; a figure of the store (``device_kind``)."""
-
-    HOST = 0
-    """Files in memory."""
-    CUDA = 1
-    """Memory of a GPU."""
-
-
 class DeviceTier(Protocol):
     """Memory of one device as files that other processes can be given. Any thread may call."""
 
-    kind: DeviceKind
+    kind: int
+    """``HOST_MEMORY`` or ``GPU_MEMORY``."""
     name: str
     """Of the GPU; empty for host memory."""
     identity: bytes
@@ -80,9 +72,9 @@ class DeviceTier(Protocol):
 
 
 class SharedMemoryTier:
-    """A device tier in host memory."""
+    """A device tier in host memory; see ``DeviceTier``."""
 
-    kind = DeviceKind.HOST
+    kind = HOST_MEMORY
     name = ""
     identity = bytes(16)
     grain = mmap.PAGESIZE
@@ -91,25 +83,20 @@ class SharedMemoryTier:
         self.bandwidth = bandwidth
 
     def allocate(self, name: str, nbytes: int) -> int:
-        """As ``DeviceTier`` says."""
         return new_file(name, nbytes)
 
     def seal(self, file: int) -> bool:
-        """As ``DeviceTier`` says."""
         return add_seals(file, READ_ONLY)
 
     def load(self, source: int, target: int, nbytes: int, cancelled: threading.Event) -> None:
-        """As ``DeviceTier`` says."""
         _copy(source, target, nbytes, self.bandwidth, cancelled)
 
     save = load
 
     def seconds(self, nbytes: int) -> float:
-        """As ``DeviceTier`` says."""
         return LATENCY + nbytes / (self.bandwidth or _UNTHROTTLED)
 
     def close(self, file: int) -> None:
-        """As ``DeviceTier`` says."""
         os.close(file)
 
 
@@ -167,11 +154,8 @@ class CopyLanes:
         self._queues[move.load].put(move)
 
     def ended(self) -> Move | None:
-        """A move that has ended, each once; None where there is no other.
-
-        Raises:
-            DeviceLost: there will be none any more, and the memory of the device is gone.
-        """
+        """A move that has ended, each once; None where there is no other. Raises DeviceLost: there will be none any
+        more, and the memory of the device is gone."""
         if self.lost is not None:
             raise self.lost
         if not self._ended:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
 
 from disco_accel.errors import ExecutionError
 from disco_accel.eviction import Candidate, Policy
 from disco_accel.store.capacity_ledger import CapacityLedger
 from disco_accel.store.messages import Tier
-from disco_accel.store.objects import Move, Object
+from disco_accel.store.objects import LEAD, BusyShare, Move, Object, victims
 from disco_accel.store.tiers import CopyLanes, new_file
-from disco_accel.store.victims import LEAD, BusyShare, victims
 
 _SPARE = 0.25
 """Part of the device that is kept free or clean where the host has room, so that an object that is brought back need
@@ -21,23 +20,7 @@ _SLACK = 64
 """Entries beyond two for each object, before those of objects that were freed or announced anew are thrown away."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """Since the store began. ``hits``: gets of an object that was there; ``stalled``: seconds that gets and creations
-    waited."""
-
-    gets: int = 0
-    hits: int = 0
-    fetched: int = 0
-    prefetched: int = 0
-    evicted: int = 0
-    dropped: int = 0
-    saved_bytes: int = 0
-    loaded_bytes: int = 0
-    stalled: float = 0.0
-
-
-class DueTimes:
+class _DueTimes:
     """Start times of evicted objects on their way back, by their ids, the earliest first. One id may have several; the
     caller looks whether there is anything left to do for an id."""
 
@@ -76,11 +59,13 @@ class TransferManager:
     ) -> None:
         self.ledger = ledger
         self.lanes = lanes
-        self.counts = Counts()
+        self.counts: Counter[str] = Counter()
+        """Figures since the store began. A hit is a get of an object that was there; other gets and creations may wait,
+        and their waits are the stall."""
         self.moving: dict[int, Object] = {}
         self.alive: dict[int, Object] = {}
         """All that have memory or wait for it, also those whose name is gone."""
-        self.due = DueTimes()
+        self.due = _DueTimes()
         self._objects, self._policy, self._clock = objects, policy, clock
         self.copies: dict[int, Object] = {}
         """Objects in both tiers, whose host memory can be dropped, the oldest copies first."""
@@ -144,7 +129,7 @@ class TransferManager:
             item = self._objects[id]
             if item.host_file is not None:
                 self.drop(item)
-                self.counts.evicted += 1
+                self.counts["evicted"] += 1
                 dropped = True
             elif not self.save(item):
                 continue
@@ -157,7 +142,7 @@ class TransferManager:
         clean = {id: c for id, c in candidates.items() if id in idle and idle[id].host_file is not None}
         for id in victims(self._policy, clean, nbytes):
             self.drop(self._objects[id])
-            self.counts.evicted += 1
+            self.counts["evicted"] += 1
             dropped = True
         return dropped
 
@@ -199,7 +184,7 @@ class TransferManager:
         item.device_file = None
         self.ledger.device_used -= item.footprint
         self.copies.pop(item.id, None)
-        self.counts.dropped += 1
+        self.counts["dropped"] += 1
         self.ledger.classify(item)
         self.schedule(item)
 
@@ -232,7 +217,7 @@ class TransferManager:
         ledger = self.ledger
         if self.lanes.queued[False] or ledger.idle_bytes == ledger.clean_bytes:
             return
-        if ledger.device_free + ledger.clean_bytes >= _SPARE * ledger.limits.device:
+        if ledger.device_free + ledger.clean_bytes >= _SPARE * ledger.device:
             return
         dirty = [o for o in ledger.idle.values() if o.host_file is None and o.footprint <= ledger.host_free]
         if dirty:

@@ -235,14 +235,14 @@ MUTANTS = (
     Mutant(
         "object handed out before its zeros",
         "disco_accel/store/cuda_tier.py",
-        '            driver.call("cuStreamSynchronize", self._fresh)\n',
+        '            call_driver("cuStreamSynchronize", self._fresh)\n',
         "",
         _STORE_IN_ORDER,
     ),
     Mutant(
         "brought back before its copy is done",
         _LANE,
-        '            raise\n        cuda_driver().call("cuStreamSynchronize", self._stream)\n',
+        '            raise\n        call_driver("cuStreamSynchronize", self._stream)\n',
         "            raise\n",
         _EVICTED,
         _SLOW,
@@ -250,7 +250,7 @@ MUTANTS = (
     Mutant(
         "piece refilled before it is sent",
         _LANE,
-        '                    driver.call("cuEventSynchronize", piece.copied)\n',
+        '                    call_driver("cuEventSynchronize", piece.copied)\n',
         "                    pass\n",
         _EVICTED,
         _SLOW,
@@ -258,8 +258,8 @@ MUTANTS = (
     Mutant(
         "piece written out before it has arrived",
         _LANE,
-        '    cuda_driver().call("cuEventSynchronize", piece.copied)\n',
-        "",
+        'has filled it."""\n    call_driver("cuEventSynchronize", piece.copied)\n',
+        'has filled it."""\n',
         _EVICTED,
         _SLOW,
     ),

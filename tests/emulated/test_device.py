@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from disco_accel.native.cuda_shared_memory import CudaMapping, create, granularity
+from disco_accel.native.cuda_driver import CudaMapping, create_mapping, granularity
 from disco_accel.store.cuda_objects import _Exposed
 from tests.emulated import device
 
@@ -317,7 +317,7 @@ def test_a_kernel_that_nothing_computes_is_counted() -> None:
 
 def shared_memory() -> tuple[CudaMapping, torch.Tensor]:
     """Two MiB that another process could map, and a tensor of them."""
-    file, mapping = create(0, granularity(0))
+    file, mapping = create_mapping(0, granularity(0))
     os.close(file)
     return mapping, torch.as_tensor(_Exposed(mapping), device=CUDA)
 

@@ -15,10 +15,9 @@ from disco_accel.execute.executor import EngineOptions, Executor, arena_bytes
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import RngSite, VertexKind
 from disco_accel.measure.record import OpRecord
-from disco_accel.native import peer_paths
+from disco_accel.native import cuda_backend
 from disco_accel.native.arena import device_arena
-from disco_accel.native.engine_numbers import PeerPath
-from disco_accel.native.peer_paths import peer_path
+from disco_accel.native.cuda_backend import peer_path
 from disco_accel.plan import make_plan
 from disco_accel.verify.static import verify
 from tests.emulated import device
@@ -129,18 +128,18 @@ def test_a_value_goes_round_all_devices(rows: int) -> None:
 
 def test_what_the_paths_are_is_known_and_told(caplog: pytest.LogCaptureFixture) -> None:
     """Of a driver that changes bytes the user hears once."""
-    expected = {"right": PeerPath.DIRECT, "none": PeerPath.NO_ACCESS, "wrong": PeerPath.WRONG_BYTES}
+    expected = {"right": "direct", "none": "no_access", "wrong": "wrong_bytes"}
     second = torch.device("cuda", 1)
     path = expected[os.environ.get("EMULATED_PEERS") or "right"]
-    assert peer_path(FIRST, second) is peer_path(second, FIRST) is path
-    peer_paths._tell.cache_clear()
+    assert peer_path(FIRST, second) == peer_path(second, FIRST) == path
+    cuda_backend._tell_of_peer_path.cache_clear()
     with caplog.at_level(logging.WARNING, logger="disco_accel"):
         for _ in range(2):
             executor_of(relay(4)).close()
     told = [
         record for record in caplog.records if "arrive at cuda:1 than a copy straight from cuda:0" in record.message
     ]
-    assert len(told) == (1 if path is PeerPath.WRONG_BYTES else 0)
+    assert len(told) == (1 if path == "wrong_bytes" else 0)
 
 
 def test_arenas_lie_on_their_devices() -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from disco_accel.errors import ConfigError, DeviceLost, StoreFull, StoreGone
-from disco_accel.native.cuda_driver import CudaCallFailed
+from disco_accel.errors import ConfigError, DeviceLost, ExecutionError, StoreFull, StoreGone
 from disco_accel.store.client import Store
 from disco_accel.store.cuda_tier import CudaTier
 from tests.emulated import device
@@ -205,14 +204,15 @@ def test_a_call_of_the_driver_that_fails_is_undone(monkeypatch: pytest.MonkeyPat
     torch.cuda.synchronize()
     before, files = device.live_bytes(), len(os.listdir("/proc/self/fd"))
     for refuse, kind, says in (
-        ("cuMemCreate 2", CudaCallFailed, "smaller --device"),
-        ("cuMemExportToShareableHandle 304", CudaCallFailed, "ulimit -n"),
-        ("cuMemMap 1", CudaCallFailed, "report its version"),
+        ("cuMemCreate 2", ExecutionError, "smaller --device"),
+        ("cuMemExportToShareableHandle 304", ExecutionError, "ulimit -n"),
+        ("cuMemMap 1", ExecutionError, "report its version"),
         ("cuMemMap 700", DeviceLost, "end it"),
     ):
         monkeypatch.setenv("EMULATED_REFUSE", refuse)
-        with pytest.raises(kind, match=says):
+        with pytest.raises(ExecutionError, match=says) as caught:
             tier.allocate("refused", MIB)
+        assert caught.type is kind
     monkeypatch.delenv("EMULATED_REFUSE")
     assert (device.live_bytes(), len(os.listdir("/proc/self/fd"))) == (before, files)
     tier.close(tier.allocate("again", MIB))

@@ -7,7 +7,7 @@ import torch
 
 from disco_accel.errors import DeviceLost, Stalled, StatesTorn
 from disco_accel.execute.executor import EngineOptions, Executor
-from disco_accel.native.op_table import op_table
+from disco_accel.native.engine_class import op_table
 from tests.emulated import device
 from tests.emulated.models import CUDA
 from tests.execute.host_programs import FORMS, Homes, HostRun

@@ -12,8 +12,9 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from disco_accel import DiscoConfig, prepare, settle, stats
-from disco_accel.native.host_memory import without_watching_writes, writes_are_watched
+from disco_accel.native.host_memory import writes_are_watched
 from tests.integrate.test_accumulation import Layers, ids
+from tests.support.unwatched import without_watching_writes
 
 pytestmark = pytest.mark.skipif(not writes_are_watched(), reason="norms are made where writes to gradients are seen")
 

@@ -16,9 +16,10 @@ import torch
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
 from disco_accel.integrate.accelerate.patches import prepare_for_training
-from disco_accel.native.host_memory import WatchedTensors, without_watching_writes, writes_are_watched
+from disco_accel.native.host_memory import WatchedTensors, writes_are_watched
 from disco_accel.step.run.session import find_state
 from tests.support.models import tiny_lora
+from tests.support.unwatched import without_watching_writes
 
 WIDTH, ROWS = 32, 24
 

@@ -17,12 +17,12 @@ from disco_accel.capture.captured_step import InputSource
 from disco_accel.decompose.tensor.ranks import on_ranks
 from disco_accel.errors import CaptureError, ConfigError, ExecutionError
 from disco_accel.graph.copies import is_transfer
-from disco_accel.native.host_memory import without_watching_writes
 from disco_accel.step.compile.compiled_step import CompiledStep, shared_weights
 from disco_accel.step.run.session import current_step
 from tests.integrate.generators import assert_same, gradients, run
 from tests.integrate.test_several_devices import accumulated, config, kernels_by_device, planned_step, uneven
 from tests.support.models import family_full, family_lora, random_batch
+from tests.support.unwatched import without_watching_writes
 
 BF16, FP32 = torch.bfloat16, torch.float32
 pytestmark = pytest.mark.usefixtures("random_order")

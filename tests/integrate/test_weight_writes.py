@@ -17,10 +17,11 @@ import torch
 from disco_accel import DiscoConfig, prefill, prepare, restore, stats
 from disco_accel.errors import BudgetTooSmall, ExecutionError
 from disco_accel.integrate.hf.checkpoint import load_into_arena
-from disco_accel.native.host_memory import HostMemory, without_watching_writes, writes_are_watched
+from disco_accel.native.host_memory import HostMemory, writes_are_watched
 from disco_accel.step.run.session import find_state
 from tests.integrate.twins import SMALL, assert_same, assert_same_step, batch, config, step
 from tests.support.models import tiny_lora
+from tests.support.unwatched import without_watching_writes
 
 WEIGHT = "base_model.model.model.layers.0.mlp.up_proj.base_layer.weight"
 STRIDED = "base_model.model.model.layers.0.mlp.down_proj.base_layer.weight"

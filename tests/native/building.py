@@ -51,7 +51,7 @@ class Builder:
         if kind == "torch":
             from disco_accel.native import extension
 
-            extension._ROOT = self.root
+            extension.ROOT = self.root
             self.build: Callable[[], Path] = lambda: extension.build("tiny", [self.source])
         else:
             self.build = lambda: plain_library.build_plain("tiny", "tiny.cpp", self.root)

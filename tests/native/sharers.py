@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from disco_accel.native.shared_copies import key_of, room_for, shared_copy
+from disco_accel.native.host_memory import HostMemory
+from disco_accel.native.shared_copies import key_of, shared_copy
 
 
 def weights(seed: int = 0) -> list[torch.Tensor]:
@@ -36,7 +37,7 @@ class Shared:
         tensors = weights() if tensors is None else tensors
         key = key_of(tensors)
         right = lambda placed: key_of(placed) == key  # noqa: E731
-        with shared_copy(folder, key, room_for(tensors), right, self.said.append, self.said.append) as copy:
+        with shared_copy(folder, key, HostMemory.room_for(tensors), right, self.said.append, self.said.append) as copy:
             self.tensors = [copy.put(tensor) for tensor in tensors]
         self.arena, self.is_new = copy.arena, copy.is_new
         assert all(map(torch.equal, self.tensors, tensors))

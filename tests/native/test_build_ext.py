@@ -40,7 +40,7 @@ def test_a_build_that_was_killed_does_not_hold_up_the_next(tmp_path: Path, monke
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     source = tmp_path / "empty.cpp"
     source.write_text("int disco_nothing() { return 0; }\n")
-    monkeypatch.setattr(extension, "_ROOT", tmp_path)
+    monkeypatch.setattr(extension, "ROOT", tmp_path)
     directory = tmp_path / "cache" / f"empty-torch{torch.__version__}-{extension._key([source], extension._FLAGS)}"
     directory.mkdir(parents=True)
     (directory / "lock").touch()

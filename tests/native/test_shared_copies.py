@@ -19,8 +19,9 @@ import torch
 from disco_accel.errors import ConfigError
 from disco_accel.native import rendezvous, shared_copies
 from disco_accel.native.file_arena import FileArena, whole_pages
-from disco_accel.native.rendezvous import HolderProcess, NotSharedError, Rendezvous
-from disco_accel.native.shared_copies import key_of, open_copy, room_for, shared_copy
+from disco_accel.native.host_memory import HostMemory
+from disco_accel.native.rendezvous import NotSharedError, Rendezvous, runs, this_process
+from disco_accel.native.shared_copies import key_of, open_copy, shared_copy
 from disco_accel.native.shared_memory import READ_ONLY, WHOLE, add_seals, create_file
 from tests.native.sharers import Shared, child, weights
 
@@ -148,15 +149,16 @@ def test_nothing_but_the_whole_copy_is_ever_mapped() -> None:
         os.open("/etc/passwd", os.O_RDONLY),
         999_999,
     ]
-    this = HolderProcess.this(right)
-    assert this.runs
+    this = this_process(right)
+    _, started, _ = this
+    assert runs(os.getpid(), started)
     found = open_copy(this, key, nbytes)
     assert found is not None
     os.close(found)
-    assert all(open_copy(HolderProcess.this(file), key, nbytes) is None for file in wrong)
+    assert all(open_copy(this_process(file), key, nbytes) is None for file in wrong)
     for process in (1 << 40, 0, 2):
-        assert open_copy(HolderProcess(process, this.started, right), key, nbytes) is None
-    assert not HolderProcess(os.getpid(), this.started + 1, right).runs, "another process under its number"
+        assert open_copy((process, started, right), key, nbytes) is None
+    assert not runs(os.getpid(), started + 1), "another process under its number"
     for file in [*made, *wrong[5:8]]:
         with contextlib.suppress(OSError):
             os.close(file)
@@ -288,7 +290,7 @@ def test_weights_that_change_while_they_are_copied_are_not_shared(
         said: list[str] = []
         key = key_of(tensors)
         with shared_copy(
-            folder, key, room_for(tensors), lambda placed: key_of(placed) == key, said.append, said.append
+            folder, key, HostMemory.room_for(tensors), lambda placed: key_of(placed) == key, said.append, said.append
         ) as copy:
             for tensor in tensors:
                 copy.put(tensor)

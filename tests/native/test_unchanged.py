@@ -16,9 +16,9 @@ from disco_accel.native.change_watch import (
     ANYTHING,
     Kind,
     WatchedContainers,
-    WatchedLayouts,
     executed_code,
     no_zero,
+    watched_layouts,
 )
 
 DTYPES = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16)
@@ -48,12 +48,12 @@ CHANGES: dict[str, Callable[[torch.nn.Parameter], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_layouts_are_compared(change: str, which: int) -> None:
     parameters = [torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
-    look = WatchedLayouts(parameters)
+    same = watched_layouts(parameters)
     with torch.no_grad():
         parameters[which].mul_(2)
-    assert look.same()
+    assert same()
     CHANGES[change](parameters[which])
-    assert not look.same() and WatchedLayouts(parameters).same()
+    assert not same() and watched_layouts(parameters)()
 
 
 class Owner:

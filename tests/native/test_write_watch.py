@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from disco_accel.native.file_arena import FileArena, whole_pages
-from disco_accel.native.host_memory import HostMemory, WatchedTensors, without_watching_writes, writes_are_watched
+from disco_accel.native.host_memory import HostMemory, WatchedTensors, writes_are_watched
 from disco_accel.native.shared_copies import SharedCopy
 from disco_accel.native.shared_memory import READ_ONLY, add_seals, create_file
+from tests.support.unwatched import without_watching_writes
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from disco_accel.native.host_memory import WatchedTensors, without_watching_writes
+from disco_accel.native.host_memory import WatchedTensors
 from disco_accel.step.placement.pinned_tensors import PinnedTensors
+from tests.support.unwatched import without_watching_writes
 
 CPU = torch.device("cpu")
 

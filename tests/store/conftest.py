@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_accel.native.interposed_library import interposed_library
+from disco_accel.store.store_command import interposed_library
 from tests.store.fake_cuda import HERE, TOTAL, FakeMachine, World
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from disco_accel.native.interposed_library import interposed_library
+from disco_accel.store.store_command import interposed_library
 
 HERE = Path(__file__).parent
 MIB = 1 << 20

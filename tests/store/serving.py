@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from disco_accel.store.capacity_ledger import Limits
+from disco_accel.store.capacity_ledger import CapacityLedger
 from disco_accel.store.client import Store
 from disco_accel.store.server import Server
-from disco_accel.store.stored_object import freer_of
+from disco_accel.store.stored_object import wait_for_frees
 from disco_accel.store.tiers import SharedMemoryTier
 
 MIB = 1 << 20
@@ -34,7 +34,8 @@ def serving(
     quotas: Mapping[str, int] | None = None,
 ) -> Iterator[Server]:
     """A store in a thread. Nothing of it is left afterwards: no socket, no descriptor."""
-    server = Server(folder / "own" / "store", Limits(host, device, quota, quotas or {}), policy, SharedMemoryTier(rate))
+    ledger = CapacityLedger(host, device, quota, quotas or {})
+    server = Server(folder / "own" / "store", ledger, policy, SharedMemoryTier(rate))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -96,7 +97,7 @@ def open_files() -> int:
 def objects(store: Store) -> int:
     """Objects of the store, once all that was let go of is freed."""
     gc.collect()
-    freer_of(store).wait()
+    wait_for_frees(store)
     count: int = store.stats()["objects"]
     return count
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from disco_accel.errors import ConfigError
-from disco_accel.native.interposed_library import interposed_library
 from disco_accel.store.client import Store
-from disco_accel.store.store_command import counted_environment
+from disco_accel.store.store_command import counted_environment, interposed_library
 from tests.store.fake_cuda import MIB, TOTAL, Program, World
 
 CLI = (sys.executable, "-m", "disco_accel.cli.main")
@@ -88,7 +87,7 @@ def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.Captu
 
 
 def test_a_path_that_the_loader_would_split_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disco_accel.native.interposed_library.interposed_library", lambda: tmp_path / "two words.so")
+    monkeypatch.setattr("disco_accel.store.store_command.interposed_library", lambda: tmp_path / "two words.so")
     with pytest.raises(ConfigError, match="TORCH_EXTENSIONS_DIR"):
         counted_environment({}, tmp_path / "store")
 

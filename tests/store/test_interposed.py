@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from disco_accel.native.interposed_library import interposed_library
 from disco_accel.store import messages
+from disco_accel.store.store_command import interposed_library
 from tests.store.fake_cuda import HERE, MIB, TOTAL, FakeMachine, World, python
 from tests.store.stand_in_store import REQUEST, StandInStore, stand_in_store
 

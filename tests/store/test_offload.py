@@ -19,8 +19,7 @@ from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import ConfigError, StoreError, StoreFull, StoreGone
 from disco_accel.integrate.prepare import prepare, restore
 from disco_accel.store.client import Store
-from disco_accel.store.offload import OffloadedWeight
-from disco_accel.store.use_order import Weight, WeightUses
+from disco_accel.store.offload import OffloadedWeight, _Weight, _WeightUses
 from tests.store.serving import MIB, command, nothing_left, serving
 from tests.support.models import family_lora, tiny_lora
 
@@ -272,9 +271,9 @@ def test_uses_are_announced_as_they_came_in_the_step_before() -> None:
     """Times of a clock of the test's own; the order wraps into the next step; another order announces nothing."""
     clock = [0.0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("disco_accel.store.use_order.time.monotonic", lambda: clock[0])
-        uses = WeightUses()
-        a, b, c = (Weight(name, None, None) for name in "abc")  # type: ignore[arg-type]
+        patch.setattr("disco_accel.store.offload.time.monotonic", lambda: clock[0])
+        uses = _WeightUses()
+        a, b, c = (_Weight(name, None, None) for name in "abc")  # type: ignore[arg-type]
 
         def step(order: str) -> list[tuple[float | None, str]]:
             uses.begin_step()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.store.policies import MIB, Simulation, uses
 from disco_accel.errors import ConfigError
 from disco_accel.eviction import STORE_POLICIES, Candidate, store_policy_named
-from disco_accel.store.victims import UseHistory, victims
+from disco_accel.store.objects import UseHistory, victims
 
 NOW = 100.0
 

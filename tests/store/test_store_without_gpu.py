@@ -28,10 +28,10 @@ class OldLibrary:
 )
 def test_no_driver(library: object, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver.ctypes, "CDLL", library)
-    cuda_driver.cuda_driver.cache_clear()
+    cuda_driver._driver.cache_clear()
     with pytest.raises(ConfigError, match=f"--device-kind cuda: CUDA: .*{says}"):
         CudaTier(1 << 20)
-    cuda_driver.cuda_driver.cache_clear()
+    cuda_driver._driver.cache_clear()
 
 
 def test_a_rate_of_the_host_devices_link_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

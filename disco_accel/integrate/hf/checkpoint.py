@@ -23,7 +23,7 @@ from disco_accel.native.file_arena import FileArena
 from disco_accel.native.file_keys import key_of_file
 from disco_accel.native.host_memory import HostMemory
 from disco_accel.native.rendezvous import NotSharedError, Rendezvous
-from disco_accel.native.shared_copies import layout_of, room_for, shared_copy
+from disco_accel.native.shared_copies import layout_of, shared_copy
 from disco_accel.observe.log_to_stderr import say_everywhere
 from disco_accel.sizes import format_size
 from disco_accel.step.placement.model_placement import keep_arena
@@ -146,7 +146,7 @@ def _read_shared(
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     # Along the files; the same in every process, because the key has it.
     order = sorted(range(len(sources)), key=lambda i: rows[i][:2])
-    placed, room = list(current), room_for(current)
+    placed, room = list(current), HostMemory.room_for(current)
 
     def unchanged(_: list[torch.Tensor]) -> bool:
         return all(key_of_file(file, meeting, logger.info) == keys[file] for file in files)

@@ -15,9 +15,9 @@ from disco_accel.config.deepspeed_keys import REPLACED
 from disco_accel.config.settings import DiscoConfig, local_processes
 from disco_accel.errors import ConfigError
 from disco_accel.native.file_arena import FileArena
-from disco_accel.native.host_memory import bytes_of
+from disco_accel.native.host_memory import HostMemory, bytes_of
 from disco_accel.native.rendezvous import NotSharedError
-from disco_accel.native.shared_copies import key_of, room_for, shared_copy
+from disco_accel.native.shared_copies import key_of, shared_copy
 from disco_accel.observe.log_to_stderr import say, say_everywhere
 from disco_accel.sizes import format_size
 from disco_accel.step.optimizer_home import asks_for_host
@@ -176,7 +176,7 @@ class FrozenSharing:
             ConfigError: the folder is another user's, a link, or open to others.
         """
         try:
-            key, room = key_of(tensors), room_for(tensors)
+            key, room = key_of(tensors), HostMemory.room_for(tensors)
             if room == 0:
                 return None
 

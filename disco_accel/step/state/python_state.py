@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from disco_accel.capture.parts import packed_beside_state
-from disco_accel.native.change_watch import ExecutedCode, WatchedContainers, WatchedLayouts
+from disco_accel.native.change_watch import ExecutedCode, WatchedContainers, watched_layouts
 from disco_accel.step.capture_lock import between_captures
 from disco_accel.step.state.containers import (
     Change,
@@ -51,7 +51,7 @@ class PythonState:
         self._array_digests = [_array_digest(a) for a in self._arrays]
         # Of a subclass or a nested tensor the native look knows no layout.
         plain = {id(t): t for t in walk.tensors if _has_layout(t)}
-        self._layouts = WatchedLayouts(list(plain.values()))
+        self._same_layouts = watched_layouts(list(plain.values()))
         self._odd = [t for t in walk.tensors if id(t) not in plain]
         self._odd_layouts = [_layout(t) for t in self._odd]
         self._watched = WatchedContainers()
@@ -96,7 +96,7 @@ class PythonState:
 
     def _same_values(self) -> bool:
         self.last_difference = "the layout of a parameter or buffer"
-        if not self._layouts.same() or [_layout(t) for t in self._odd] != self._odd_layouts:
+        if not self._same_layouts() or [_layout(t) for t in self._odd] != self._odd_layouts:
             return False
         self.last_difference = "a numpy array"
         if self._arrays and [_array_digest(a) for a in self._arrays] != self._array_digests:
