@@ -154,7 +154,8 @@ def capture_step(
     ``outputs``: fields of what the model returns, or dotted paths into them such as ``hidden_states.2``. The first
     ``differentiated`` are those that the user differentiates: ``loss``, which is alone then, or tensors such as
     ``logits``; the others can be read alone. What a model returns as a tensor alone stands for the first. ``trained``:
-    the traits of trained weights, RENEWED where an optimizer changes them in host memory. ``rewrite``: after tracing.
+    the traits of trained weights, HOST_UPDATED where an optimizer changes them in host memory. ``rewrite``: after
+    tracing.
 
     Works on fake twins on ``device``, where the step will run, because PyTorch chooses kernels by device; neither
     weights nor batch are read, and a model built on ``meta`` will do. ``forward`` is traced in place of

@@ -38,7 +38,7 @@ def bring_home(
     arenas: Mapping[int, torch.Tensor],
     homes: StateHomes,
 ) -> frozenset[int]:
-    """Write each renewed state home whose last version is on its device alone; return those that have it at home.
+    """Write each host-updated state home whose last version is on its device alone; return those that have it at home.
 
     ``ran``, by position: whether a vertex has run to its end. The homes of other states, if a step changes them once,
     have their first version: nothing is written there before the kernel has ended, nor over what that made before the
@@ -47,7 +47,7 @@ def bring_home(
     position = {vertex.id: i for i, vertex in enumerate(graph.vertices)}
     offloads = {states.version[v.id, 0]: v.id for v in reversed(graph.vertices) if states.stores(v)}
     done = set()
-    for state in states.renewed:
+    for state in states.host_updated:
         last = states.last[state]
         if not ran[position[last[0]]]:
             continue

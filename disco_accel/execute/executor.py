@@ -99,7 +99,7 @@ class Executor:
         specs: Mapping[int, TensorSpec] | None = None,
     ) -> None:
         """``clean``: INPUT id to a 1-d uint8 tensor over its host bytes, kept alive. ``states``: the same over the home
-        of each value that steps change. Bytes of renewed inputs may be written to whenever no step is running: reloads
+        of each value that steps change. Bytes of host-updated inputs may be written while no step is running: reloads
         and kernels of host devices read them, and ``wait_end``, ``run_end`` and ``abandon`` return when all have ended.
         ``arena``: device memory from ``device_arena``, at least ``arena_bytes(memgraph)``, or device id to memory; own
         ones where none is given. Executors may share one as long as one step runs at a time and ``invalidate`` is

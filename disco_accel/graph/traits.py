@@ -38,15 +38,15 @@ class Traits:
     """Of the value of an INPUT; a value that a vertex makes has those of ``BROUGHT`` but for its arrival.
 
     ``stays``: of a value that the host has, it is on its device all the time: no cyclic plan lets it leave.
-    ``renewed``: of such a value, the host reads it and writes another content between two steps: what a device has of
-    it is good for one step, and its home has the last version when a step has ended.
+    ``host_updated``: the host reads such a value and writes another content between two steps: a device's copy is good
+    for one step, and the home has the last version when a step has ended.
     """
 
     lifetime: Lifetime = Lifetime.STEP
     access: Access = Access.READ_WRITE
     arrival: Arrival = Arrival.START
     stays: bool = False
-    renewed: bool = False
+    host_updated: bool = False
 
     def contradiction(self) -> tuple[str, str] | None:
         """The field that cannot be together with the others, and why; None if the traits make sense."""
@@ -54,8 +54,11 @@ class Traits:
             return "arrival", "a value that lives from step to step is there when one starts: start"
         if self.stays and not self.host_has_it:
             return "stays", "only a value that lives over steps and is not foreign can be made to stay"
-        if self.renewed and (not self.host_has_it or self.stays):
-            return "renewed", "only a value that lives over steps, that is not foreign and that may leave can be so"
+        if self.host_updated and (not self.host_has_it or self.stays):
+            return (
+                "host_updated",
+                "only a value that lives over steps, that is not foreign and that may leave can be so",
+            )
         return None
 
     @property
@@ -78,14 +81,14 @@ LATE = Traits(arrival=Arrival.GATE)
 FROZEN = Traits(Lifetime.STEPS, Access.READ)
 """The host has it, and nothing changes it: weights that are not trained."""
 
-RENEWED = Traits(Lifetime.STEPS, Access.READ, renewed=True)
+HOST_UPDATED = Traits(Lifetime.STEPS, Access.READ, host_updated=True)
 """The host has it, kernels read it alone, and the host changes it between steps: weights that an optimizer updates
 there."""
 
 STATE = Traits(Lifetime.STEPS, Access.READ_WRITE)
 """The host has it when a step starts, kernels change it, and the next step starts with what they made of it."""
 
-RENEWED_STATE = Traits(Lifetime.STEPS, Access.READ_WRITE, renewed=True)
+HOST_UPDATED_STATE = Traits(Lifetime.STEPS, Access.READ_WRITE, host_updated=True)
 """As a state, but at its home between two steps, where the host uses it too: what an optimizer's step changes."""
 
 FOREIGN = Traits(Lifetime.STEPS, Access.FOREIGN)
@@ -100,4 +103,4 @@ MADE = Traits(arrival=Arrival.MADE)
 MADE_FOREIGN = Traits(Lifetime.STEP, Access.FOREIGN, Arrival.MADE)
 """Written by a transfer to the user's memory: gradients for an optimizer on the host."""
 
-TRAITS = (BROUGHT, LATE, FROZEN, RENEWED, STATE, RENEWED_STATE, FOREIGN, LATE_FOREIGN, MADE_FOREIGN)
+TRAITS = (BROUGHT, LATE, FROZEN, HOST_UPDATED, STATE, HOST_UPDATED_STATE, FOREIGN, LATE_FOREIGN, MADE_FOREIGN)

@@ -15,12 +15,12 @@ def host_copy_exists(vertex: Vertex) -> bool:
 
 def never_changes(vertex: Vertex) -> bool:
     """Whether the value is the host's and the same in all steps: nothing writes to it, on the device or elsewhere."""
-    return host_copy_exists(vertex) and vertex.traits.access is Access.READ and not vertex.traits.renewed
+    return host_copy_exists(vertex) and vertex.traits.access is Access.READ and not vertex.traits.host_updated
 
 
 def outlives_step(vertex: Vertex) -> bool:
     """Whether the device's copy of a value that the host has is good for the next step too."""
-    return not vertex.traits.renewed
+    return not vertex.traits.host_updated
 
 
 def may_be_resident(vertex: Vertex) -> bool:

@@ -150,7 +150,7 @@ def test_random_graphs_with_homes_in_storage_are_planned(planner: str) -> None:
     """Also values that change over steps: they are written back to where they were loaded from."""
     shape = Shape(vertices=30, inputs=12, inplace=0.0)
     if planner == "timed":
-        shape = replace(shape, states=0.4, renewed=0.2)
+        shape = replace(shape, states=0.4, host_updated=0.2)
     both = written = 0
     for seed in range(60):
         rng = random.Random(seed)

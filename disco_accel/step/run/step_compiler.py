@@ -15,7 +15,7 @@ from disco_accel.errors import BudgetTooSmall, CaptureError
 from disco_accel.execute.engine_options import threads_beside
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.gc_pause import collector_paused
-from disco_accel.graph.traits import FOREIGN, RENEWED
+from disco_accel.graph.traits import FOREIGN, HOST_UPDATED
 from disco_accel.native.backend import backend_of
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import met_shortage
@@ -199,7 +199,7 @@ class StepCompiler:
             plan_cache=self._setup.config.plan_cache,
             contexts=contexts,
             gather=self._placement.gather,
-            trained=RENEWED if self._setup.trained_on_host else FOREIGN,
+            trained=HOST_UPDATED if self._setup.trained_on_host else FOREIGN,
             devices=self._setup.settings.devices,
             chunks=self._setup.config.chunks,
         )
