@@ -85,7 +85,7 @@ class StateHomes:
         *,
         cyclic: bool,
     ) -> None:
-        self._planned, self._homes, self._describer = planned, homes, describer
+        self.planned, self._homes, self._describer = planned, homes, describer
         self._addresses = [home.data_ptr() for home in homes.values()]
         self._copies = {
             state: arenas[slot.space][slot.offset : slot.offset + homes[state].numel()]
@@ -106,7 +106,7 @@ class StateHomes:
             return
         if self._torn:
             raise StatesTorn(
-                f"the step before ended early, when it had begun to change {self._names(self._planned.changed())}: "
+                f"the step before ended early, when it had begun to change {self._names(self.planned.changed())}: "
                 "some updates of that step are done and others are not. Put right values into the homes of all "
                 "states, from a checkpoint, and call restore_states(), or make a new executor"
             )
@@ -150,7 +150,7 @@ class StateHomes:
         """Write residents that are newer than their homes there. Raises StatesTorn after a torn step."""
         if self._torn:
             raise StatesTorn(
-                f"the step before ended early, when it had begun to change {self._names(self._planned.changed())}: "
+                f"the step before ended early, when it had begun to change {self._names(self.planned.changed())}: "
                 "what the device has of them is of no single step. Load a checkpoint and call restore_states()"
             )
         if not self.newer:

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from disco_accel.graph.copies import kind_name, swaps
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, Vertex, VertexKind
 from disco_accel.native.op_encoding import label
-
-
-@dataclass(frozen=True, slots=True)
-class Unfinished:
-    """Vertices that had not finished when a step ended early, by position in serial order.
-
-    ``in_flight``: the first of ``in_flight_count``. ``waiting``: the first of ``waiting_count`` that were not launched,
-    each with a predecessor that had not finished, -1 for none.
-    """
-
-    in_flight: Sequence[int]
-    in_flight_count: int
-    waiting: Sequence[tuple[int, int]]
-    waiting_count: int
 
 
 class Describer:
@@ -60,18 +45,6 @@ class Describer:
         if vertex.kind is VertexKind.INPUT:
             return f"input {self._names.get(vertex.id, vertex.op)}".strip()
         return f"{kind_name(vertex)} of {self._value(vertex.inputs[0])}"
-
-    def stall(self, left: Unfinished) -> str:
-        """Why a step makes no progress: ``in flight 1: vertex 7 (..); waiting 2: vertex 8 (..) for vertex 7 (..)``."""
-        waiting = (self.at(v) + (f" for {self.at(on)}" if on >= 0 else "") for v, on in left.waiting)
-        return (
-            f"in flight {left.in_flight_count}: {self.in_flight(left) or 'none'}; "
-            f"waiting {left.waiting_count}: {', '.join(waiting) or 'none'}"
-        )
-
-    def in_flight(self, left: Unfinished) -> str:
-        """The vertices in flight, one after the other; empty if there were none."""
-        return ", ".join(map(self.at, left.in_flight))
 
     def _value(self, ref: Ref) -> str:
         """The value that a chain of copies carries, by who made it."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from disco_accel.errors import ExecutionError, GraphFileError, PlanError, VerifyError
-from disco_accel.execute.program import Lowering, Memory
+from disco_accel.execute.program import Memory, lower
 from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.files import read_memgraph, read_taskgraph, write_memgraph, write_taskgraph
@@ -130,7 +130,7 @@ def test_the_engine_refuses_it_by_name(planned: tuple[TaskGraph, MemGraph]) -> N
         f"vertex {load.id} copies from space {DISK} to space 0: the engine copies between devices and the host alone"
     )
     with pytest.raises(ExecutionError, match=message):
-        Lowering(part, {}, {}, memory, cast(Any, None)).run()
+        lower(part, {}, {}, memory, cast(Any, None))
 
 
 def test_a_kernel_on_the_host_uses_no_value_in_storage() -> None:
