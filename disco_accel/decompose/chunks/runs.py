@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -123,10 +123,8 @@ class _Runs:
             return False
         if any(each in self._late for each in dependencies(kernel.vertex)):
             return False
-        return all(self._reads_its_chunk(kernel, ref) for ref in kernel.vertex.inputs if ref[0] in self._open)
-
-    def _reads_its_chunk(self, kernel: ChunkedKernel, ref: Ref) -> bool:
-        return reads_its_chunk(kernel, ref, self._open[ref[0]])
+        inputs = kernel.vertex.inputs
+        return all(_reads_its_chunk(kernel, ref, self._open[ref[0]]) for ref in inputs if ref[0] in self._open)
 
     def _close(self) -> None:
         if not self._open:
@@ -146,7 +144,7 @@ class _Runs:
         self._open, self._between, self._late = {}, [], {}
 
 
-def reads_its_chunk(kernel: ChunkedKernel, ref: Ref, maker: ChunkedKernel) -> bool:
+def _reads_its_chunk(kernel: ChunkedKernel, ref: Ref, maker: ChunkedKernel) -> bool:
     """Whether each chunk of ``kernel`` reads just the chunk of ``ref`` that ``maker``'s chunk of that number makes."""
     cut = maker.cuts.get(ref[1])
     if cut is None or maker.count != kernel.count:
@@ -158,12 +156,14 @@ def reads_its_chunk(kernel: ChunkedKernel, ref: Ref, maker: ChunkedKernel) -> bo
     )
 
 
-def at_the_ends(run: Run, reads: Callable[[ChunkedKernel, Ref], bool]) -> set[int]:
-    """Return the members that are not between two large ones: whole they are as good. ``reads``: whether a member reads
-    another's value chunk by chunk."""
+def at_the_ends(run: Run) -> set[int]:
+    """Return the members that are not between two large ones, of those that read each other's values chunk by chunk:
+    whole they are as good."""
     by_id = {kernel.vertex.id: kernel for kernel in run.members}
     near = {
-        kernel.vertex.id: [ref[0] for ref in kernel.vertex.inputs if ref[0] in by_id and reads(kernel, ref)]
+        kernel.vertex.id: [
+            ref[0] for ref in kernel.vertex.inputs if ref[0] in by_id and _reads_its_chunk(kernel, ref, by_id[ref[0]])
+        ]
         for kernel in run.members
     }
     behind_large = _spread([k.vertex.id for k in run.members], by_id, near)

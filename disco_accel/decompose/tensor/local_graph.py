@@ -1,11 +1,12 @@
-"""The graph of one rank, node by node as the rules make it."""
+"""The graph of one rank, node by node as the rules make it, and how its values lie on the ranks."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 from torch import fx
@@ -13,20 +14,70 @@ from torch import fx
 from disco_accel.capture.leaving_gradients import dense
 from disco_accel.capture.storages import storage_bytes, tensor_spec
 from disco_accel.capture.trace_log import node_info
-from disco_accel.decompose.tensor.placements import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    PARTIAL,
-    REPLICATED,
-    OfRank,
-    Partial,
-    Placement,
-    Shard,
-    local_shape,
-)
 from disco_accel.errors import CaptureError
 
 _ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Each rank has a run of dimension ``dim``. With ``outer`` > 1 that dimension counts ``outer`` times the one that
+    is cut, as batch x heads does where a rank has some heads of each row."""
+
+    dim: int
+    outer: int = 1
+
+
+REPLICATED: Final = "replicated"
+"""Every rank has the value, with the same bits."""
+PARTIAL: Final = "partial"
+"""The value is the sum of those that the ranks have."""
+
+Placement = Literal["replicated", "partial"] | Shard
+
+
+class OfRank(int):
+    """A number that each rank has another of: rank r ``first + r * step``. As an int it is that of rank 0."""
+
+    step: int
+
+    def __new__(cls, first: int, step: int) -> OfRank:
+        """Rank 0 has ``first``."""
+        made = super().__new__(cls, first)
+        made.step = step
+        return made
+
+    def of(self, rank: int) -> int:
+        """The number that ``rank`` has."""
+        return int(self) + rank * self.step
+
+
+def refactored(before: Sequence[int], after: Sequence[int], shard: Shard, ranks: int) -> Shard | None:
+    """Where ``shard`` of a tensor of shape ``before`` is in a view of it of shape ``after``, both of all ranks
+    together; None where each rank's part is no run of one dimension there."""
+    lead = math.prod(before[: shard.dim]) * shard.outer
+    ahead = 1
+    for dim, length in enumerate(after):
+        if lead < ahead * length:
+            outer = lead // ahead
+            even = lead % ahead == 0 and length % (outer * ranks) == 0
+            return Shard(dim, outer) if even else None
+        ahead *= length
+    return None
+
+
+def local_shape(shape: Sequence[int], shard: Shard, ranks: int) -> list[int]:
+    """The shape of one rank's part of a tensor of ``shape``, cut as ``shard`` says."""
+    return [length // ranks if dim == shard.dim else length for dim, length in enumerate(shape)]
+
+
+_LIBRARY = torch.library.Library("disco_decompose", "DEF")
+_LIBRARY.define("all_reduce(Tensor x, str op) -> Tensor")
+_LIBRARY.define("all_gather(Tensor x, int dim) -> Tensor")
+
+# Exchanges between ranks in the graph of one of them. Never run: ranks.py writes them out.
+ALL_REDUCE: torch._ops.OpOverload = torch.ops.disco_decompose.all_reduce.default
+ALL_GATHER: torch._ops.OpOverload = torch.ops.disco_decompose.all_gather.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,4 +290,4 @@ def _tensor_of(value: RankValue) -> torch.Tensor:
 def _named(placement: Placement) -> str:
     if isinstance(placement, Shard):
         return f"cut along dimension {placement.dim}"
-    return "partial" if isinstance(placement, Partial) else "replicated"
+    return placement

@@ -13,10 +13,8 @@ from disco_accel.capture.captured_step import InputSource
 from disco_accel.capture.rng import draws
 from disco_accel.capture.storages import storage_key
 from disco_accel.capture.traced_step import TracedStep
-from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, RankValue, Result
-from disco_accel.decompose.tensor.placements import REPLICATED, Shard
-from disco_accel.decompose.tensor.random_numbers import DRAW_RULES
-from disco_accel.decompose.tensor.rules import RULES
+from disco_accel.decompose.tensor.local_graph import REPLICATED, Call, LocalGraph, RankValue, Result, Shard
+from disco_accel.decompose.tensor.rules import DRAW_RULES, RULES
 from disco_accel.errors import CaptureError
 
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, RankValue, Result
-from disco_accel.decompose.tensor.placements import PARTIAL, REPLICATED, Shard, local_shape, refactored
+from disco_accel.decompose.tensor.local_graph import (
+    PARTIAL,
+    REPLICATED,
+    Call,
+    LocalGraph,
+    RankValue,
+    Result,
+    Shard,
+    local_shape,
+    refactored,
+)
 
 Arguments = Sequence[Any]
 Of = Callable[[LocalGraph, Call, Shard], "tuple[Shard, Arguments] | None"]

@@ -6,8 +6,16 @@ from collections.abc import Callable
 
 import torch
 
-from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, RankValue, Result
-from disco_accel.decompose.tensor.placements import PARTIAL, REPLICATED, OfRank, Shard
+from disco_accel.decompose.tensor.local_graph import (
+    PARTIAL,
+    REPLICATED,
+    Call,
+    LocalGraph,
+    OfRank,
+    RankValue,
+    Result,
+    Shard,
+)
 
 _ATEN = torch.ops.aten
 _NOBODY = -(1 << 40)
