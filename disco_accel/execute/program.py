@@ -14,7 +14,7 @@ from disco_accel.graph.check import after_gate
 from disco_accel.graph.copies import is_resident_range, is_transfer, ranged_values, swaps_out
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import MemGraph, Slot
-from disco_accel.graph.spaces import Routes
+from disco_accel.graph.spaces import NAME_OF, routes
 from disco_accel.graph.taskgraph import OpCall, Ref, TaskGraph, Vertex, VertexKind, tensor_args
 from disco_accel.graph.values import (
     arrives_at_gate,
@@ -258,7 +258,7 @@ class _Lowering:
         self._storages = _Storages(graph, ops, self._addresses)
         self._positions = {v.id: i for i, v in enumerate(graph.vertices)}
         self._devices = {device.id: i for i, device in enumerate(graph.devices)}
-        self._routes = Routes(graph.spaces)
+        self._route = routes(graph.spaces)
         self._copied: list[tuple[int, int, int]] = []
         self._planned = 0
         self._states = planned_states(graph)
@@ -310,7 +310,7 @@ class _Lowering:
         """Where the vertex runs: the position of a device, and which of its lanes a copy takes (-1: none)."""
         if vertex.kind is not VertexKind.COPY:
             return self._devices[vertex.space], -1
-        route = self._routes.route_name(vertex.source, vertex.space).upper()
+        route = NAME_OF[self._route(vertex.source, vertex.space)].upper()
         if route not in CopyLane.__members__:
             raise ExecutionError(
                 f"vertex {vertex.id} copies from space {vertex.source} to space {vertex.space}: the engine copies "

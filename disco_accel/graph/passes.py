@@ -24,7 +24,7 @@ class GraphPass:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphTotals:
+class _Totals:
     """``value_bytes`` of all outputs, with or without readers; ``seconds``: the kernels', one after the other."""
 
     vertices: int
@@ -42,8 +42,8 @@ class AppliedPass:
 
     name: str
     effect: str
-    before: GraphTotals
-    after: GraphTotals
+    before: _Totals
+    after: _Totals
     changed: Mapping[str, int]
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,9 +66,9 @@ def applied_pass(name: str, effect: str, before: TaskGraph, after: TaskGraph) ->
     return AppliedPass(name, effect, totals(before), totals(after), changes(before, after))
 
 
-def totals(graph: TaskGraph) -> GraphTotals:
+def totals(graph: TaskGraph) -> _Totals:
     """Count ``graph``."""
-    return GraphTotals(
+    return _Totals(
         len(graph.vertices),
         sum(sum(vertex.sizes) for vertex in graph.vertices),
         sum(vertex.duration or 0.0 for vertex in graph.vertices if vertex.kind is VertexKind.KERNEL),

@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Lifetime(enum.StrEnum):
+class _Lifetime(enum.StrEnum):
     """STEP: made, or brought, in each step. STEPS: goes on from step to step, at its home in between."""
 
     STEP = "step"
@@ -42,7 +42,7 @@ class Traits:
     for one step, and the home has the last version when a step has ended.
     """
 
-    lifetime: Lifetime = Lifetime.STEP
+    lifetime: _Lifetime = _Lifetime.STEP
     access: Access = Access.READ_WRITE
     arrival: Arrival = Arrival.START
     stays: bool = False
@@ -50,7 +50,7 @@ class Traits:
 
     def contradiction(self) -> tuple[str, str] | None:
         """The field that cannot be together with the others, and why; None if the traits make sense."""
-        if self.lifetime is Lifetime.STEPS and self.arrival is not Arrival.START:
+        if self.lifetime is _Lifetime.STEPS and self.arrival is not Arrival.START:
             return "arrival", "a value that lives from step to step is there when one starts: start"
         if self.stays and not self.host_has_it:
             return "stays", "only a value that lives over steps and is not foreign can be made to stay"
@@ -64,7 +64,7 @@ class Traits:
     @property
     def host_has_it(self) -> bool:
         """Whether the value's home on the host holds it when a step starts."""
-        return self.lifetime is Lifetime.STEPS and self.access is not Access.FOREIGN
+        return self.lifetime is _Lifetime.STEPS and self.access is not Access.FOREIGN
 
     @property
     def changes_over_steps(self) -> bool:
@@ -78,29 +78,29 @@ BROUGHT = Traits()
 LATE = Traits(arrival=Arrival.GATE)
 """Given to each step anew, at the gate."""
 
-FROZEN = Traits(Lifetime.STEPS, Access.READ)
+FROZEN = Traits(_Lifetime.STEPS, Access.READ)
 """The host has it, and nothing changes it: weights that are not trained."""
 
-HOST_UPDATED = Traits(Lifetime.STEPS, Access.READ, host_updated=True)
+HOST_UPDATED = Traits(_Lifetime.STEPS, Access.READ, host_updated=True)
 """The host has it, kernels read it alone, and the host changes it between steps: weights that an optimizer updates
 there."""
 
-STATE = Traits(Lifetime.STEPS, Access.READ_WRITE)
+STATE = Traits(_Lifetime.STEPS, Access.READ_WRITE)
 """The host has it when a step starts, kernels change it, and the next step starts with what they made of it."""
 
-HOST_UPDATED_STATE = Traits(Lifetime.STEPS, Access.READ_WRITE, host_updated=True)
+HOST_UPDATED_STATE = Traits(_Lifetime.STEPS, Access.READ_WRITE, host_updated=True)
 """As a state, but at its home between two steps, where the host uses it too: what an optimizer's step changes."""
 
-FOREIGN = Traits(Lifetime.STEPS, Access.FOREIGN)
+FOREIGN = Traits(_Lifetime.STEPS, Access.FOREIGN)
 """In the user's memory."""
 
-LATE_FOREIGN = Traits(Lifetime.STEP, Access.FOREIGN, Arrival.GATE)
+LATE_FOREIGN = Traits(_Lifetime.STEP, Access.FOREIGN, Arrival.GATE)
 """In the user's memory, from the gate on."""
 
 MADE = Traits(arrival=Arrival.MADE)
 """Made by a vertex in each step anew."""
 
-MADE_FOREIGN = Traits(Lifetime.STEP, Access.FOREIGN, Arrival.MADE)
+MADE_FOREIGN = Traits(_Lifetime.STEP, Access.FOREIGN, Arrival.MADE)
 """Written by a transfer to the user's memory: gradients for an optimizer on the host."""
 
 TRAITS = (BROUGHT, LATE, FROZEN, HOST_UPDATED, STATE, HOST_UPDATED_STATE, FOREIGN, LATE_FOREIGN, MADE_FOREIGN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -33,13 +32,6 @@ class GraphCosts:
     note: str = ""
 
 
-class Costs(Protocol):
-    """A source of costs."""
-
-    def of(self, graph: TaskGraph) -> GraphCosts:
-        """The costs of ``graph``, whose kernels have no scratch yet. Raises CaptureError, ExecutionError."""
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Each distinct op is run on ``device``; ``compute_threads`` and ``streams`` are those of the engine."""
@@ -49,7 +41,9 @@ class Measured:
     streams: int = 1
 
     def of(self, graph: TaskGraph) -> GraphCosts:
-        """What each op takes, and the workspaces of the thread that measured and of each compute stream."""
+        """The costs of ``graph``, whose kernels have no scratch yet. Raises CaptureError, ExecutionError.
+
+        Workspaces are those of the thread that measured and of each compute stream."""
         records = record(graph, device=self.device, compute_threads=self.compute_threads)
         backend = backend_of(run_device(self.device))
         workspaces = (1 + self.streams) * backend.workspace_bytes()
@@ -78,3 +72,7 @@ class Estimated:
         in_blocks = backend.allocates_in_blocks
         unknown, why = scratch.unknown, scratch.why
         return GraphCosts(passes, scratch.workspaces, in_blocks, without_scratch=unknown, note=why)
+
+
+Costs = Measured | Estimated
+"""A source of costs."""

@@ -32,7 +32,7 @@ _WORKSPACE = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class KnownScratch:
+class _KnownScratch:
     """``sizes``: kernel to bytes of scratch, where it is known and not 0. ``workspaces``: bytes outside the arena.
 
     ``unknown``: kernels whose scratch is not known; ``why``: one line for the user about them, "" if there are none.
@@ -56,7 +56,7 @@ class KnownScratch:
 
 def known_scratch(
     graph: TaskGraph, *, device: str, compute_threads: int | None = None, streams: int = 1
-) -> KnownScratch:
+) -> _KnownScratch:
     """What can be told of the scratch that the ops of ``graph``, which nobody has recorded, take on ``device`` (cpu or
     cuda).
 
@@ -75,7 +75,7 @@ def known_scratch(
     except ExtensionError as error:
         reason = str(error).splitlines()[0]
         why = f"without the scratch of {len(kernels)} ops: the engine that would measure it cannot be built ({reason})"
-        return KnownScratch({}, 0, len(kernels), why)
+        return _KnownScratch({}, 0, len(kernels), why)
     unknown = len(kernels) - len(small)
     reasons = []
     if unknown > len(absent):
@@ -83,19 +83,19 @@ def known_scratch(
     if absent:
         reasons.append(f"{len(absent)} ops that no library here has")
     why = "without the scratch of " + " and of ".join(reasons) if reasons else ""
-    return KnownScratch({v: r.scratch_bytes for v, r in records.items() if r.scratch_bytes}, 0, unknown, why)
+    return _KnownScratch({v: r.scratch_bytes for v, r in records.items() if r.scratch_bytes}, 0, unknown, why)
 
 
-def _on_gpu(backend: Backend, kernels: int, streams: int) -> KnownScratch:
+def _on_gpu(backend: Backend, kernels: int, streams: int) -> _KnownScratch:
     why = f"without the scratch of {kernels} ops, which only a run on the GPU can tell"
     if backend.is_there():
-        return KnownScratch({}, (1 + streams) * workspace_bytes(backend.resolve()), kernels, why)
+        return _KnownScratch({}, (1 + streams) * workspace_bytes(backend.resolve()), kernels, why)
     most = format_size((1 + streams) * _WORKSPACE)
     why = (
         f"without the scratch of {kernels} ops and the workspaces of matrix products (up to {most}), which only a GPU "
         "can tell"
     )
-    return KnownScratch({}, 0, kernels, why)
+    return _KnownScratch({}, 0, kernels, why)
 
 
 def _is_registered(call: OpCall) -> bool:

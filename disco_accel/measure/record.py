@@ -31,7 +31,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
+class _Allocation:
     """One allocation of a call: ``nbytes`` for output ``output``, or at ``offset`` in the scratch if that is None."""
 
     nbytes: int
@@ -50,7 +50,7 @@ class OpRecord:
     """
 
     native_out: bool
-    allocations: tuple[Allocation, ...]
+    allocations: tuple[_Allocation, ...]
     scratch_bytes: int
     seconds: float
     loose_bytes: int = 0
@@ -321,7 +321,7 @@ def _try_out(
     outputs: list[torch.Tensor],
     reference: _Call,
     name: str,
-) -> tuple[int, tuple[tuple[Allocation, ...], int]] | None:
+) -> tuple[int, tuple[tuple[_Allocation, ...], int]] | None:
     """The op number and allocations of the native out overload, if it gives the functional call's bits."""
     out_storages = {k: ops.add_fixed(buffer.data_ptr(), buffer.numel()) for k, buffer in enumerate(outputs)}
     encoded = encode_out_call(signature.call, storages.__getitem__, out_storages)
@@ -362,7 +362,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(left, right)
 
 
-def _allocations(signature: _Signature, call: _Call, name: str) -> tuple[tuple[Allocation, ...], int]:
+def _allocations(signature: _Signature, call: _Call, name: str) -> tuple[tuple[_Allocation, ...], int]:
     """Which block of a functional call becomes which output; the rest is scratch."""
     outputs: dict[int, int] = {}
     results = signature.call.results
@@ -402,7 +402,7 @@ def _elsewhere(signature: _Signature, call: _Call, name: str, device: torch.devi
     return frozenset(found)
 
 
-def _pack(outputs: Mapping[int, int], call: _Call) -> tuple[tuple[Allocation, ...], int]:
+def _pack(outputs: Mapping[int, int], call: _Call) -> tuple[tuple[_Allocation, ...], int]:
     """Places the blocks that are no output in a scratch: largest first, lowest offset that is free for their life."""
     lives: list[tuple[int, int, int, int]] = []
     offsets: dict[int, int] = {}
@@ -417,7 +417,7 @@ def _pack(outputs: Mapping[int, int], call: _Call) -> tuple[tuple[Allocation, ..
         offsets[i] = offset
         lives.append((offset, offset + nbytes, born, end))
     allocations = tuple(
-        Allocation(nbytes, outputs.get(i), offsets.get(i, 0)) for i, (nbytes, _, _) in enumerate(call.blocks)
+        _Allocation(nbytes, outputs.get(i), offsets.get(i, 0)) for i, (nbytes, _, _) in enumerate(call.blocks)
     )
     size = max((hi for _, hi, _, _ in lives), default=0)
     return allocations, -(-size // _ALIGNMENT) * _ALIGNMENT
