@@ -25,15 +25,14 @@ from disco_accel.simulate.machine import Machine
 from disco_accel.simulate.simulator import simulate
 
 _GAIN = 0.98
-"""Weights come from neighbours where that is simulated to take less than so many times what loads of each device do."""
+"""Weights come from neighbours where that step is simulated to take less than this share of one with own loads."""
 _AT_ONCE = 1.1
 """Seconds of all devices' kernels over those of the step, below which devices work one after the other."""
 _SHORTER = 0.99
-"""Of a step in a row, the share that one must get by with whose layers are dealt out in turn: more of its values go
-from device to device."""
+"""A step with layers in turn must take less than this share of one in a row: more values go from device to device."""
 
 Ways = Sequence[Callable[[], SpreadGraph]]
-"""Layers in a row first, then in shorter and shorter runs that are dealt out in turn."""
+"""Layers in a row first, then in shorter and shorter runs in turn."""
 
 
 def over_devices(
@@ -79,7 +78,7 @@ def over_devices(
 
 def _faster_neighbours(done: SpreadGraph, machine: Machine) -> SpreadGraph | None:
     """``done`` with weights from neighbours, if that is faster. BUILDMEMGRAPH cannot say: it offloads such copies to
-    make room for loads, and takes twice as long for what the timed planner does faster."""
+    make room for loads, and its step takes twice as long where the timed planner's is faster."""
     sent = from_neighbours(done, machine)
     if sent is None:
         return None
@@ -115,7 +114,7 @@ def _followed(captured: CapturedStep, done: SpreadGraph) -> CapturedStep:
 
 def fastest_with_room(ways: Ways, machine: Machine) -> SpreadGraph:
     """Return the step with the shortest runs if it is faster with memory for everything than that in a row, or the next
-    that is. In a row stays what has one device at work at a time: nothing is faster then."""
+    that is. A step with one device at work at a time stays in a row: nothing is faster then."""
     row = ways[0]()
     run = unlimited_run(row.graph, machine)
     at_work = sum(seconds for lane, seconds in run.busy.items() if lane.startswith("compute"))
@@ -130,8 +129,8 @@ def fastest_with_room(ways: Ways, machine: Machine) -> SpreadGraph:
 
 
 def fastest_plan(ways: Ways, machine: Machine) -> SpreadGraph:
-    """Return the step with the fastest plan of BUILDMEMGRAPH, which takes a tenth of the time that the timed planner
-    does; the one with the shortest runs, whose links have the most to do at once, where that has no plans."""
+    """Return the step with the fastest plan of BUILDMEMGRAPH, which plans in a tenth of the timed planner's time. Where
+    it has no plans, the step with the shortest runs, which uses most links at once."""
     spreads = [way() for way in ways]
     best, fastest = spreads[-1], float("inf")
     for each in spreads:

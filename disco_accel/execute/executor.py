@@ -151,11 +151,11 @@ class Executor:
         of each value that steps change. Bytes of host-updated inputs may be written while no step is running: reloads
         and kernels of host devices read them, and ``wait_end``, ``run_end`` and ``abandon`` return when all have ended.
         ``arena``: device memory from ``device_arena``, at least ``arena_bytes(memgraph)``, or device id to memory; own
-        ones where none is given. Executors may share one as long as one step runs at a time and ``invalidate`` is
-        called when another has used it in between; on CUDA one of a host device is the caller's to pin. ``names`` of
-        INPUT vertices are for messages. ``specs``: what external inputs look like; dtype, shape and strides are
-        checked. Without one the dtype is checked if all readers agree on it.
-        Raises ConfigError for a bad option and ExecutionError for a plan that lacks a call, an address or host bytes.
+        ones where none is given. Executors may share one if one step runs at a time and ``invalidate`` follows
+        another's use. On CUDA the caller pins an arena of a host device. ``names`` of INPUT vertices are for messages.
+        ``specs`` of external inputs: dtype, shape and strides are checked; without one the dtype is, if all readers
+        agree. Raises ConfigError for a bad option and ExecutionError for a plan that lacks a call, an address or host
+        bytes.
         """
         load_extension()
         count = sum(not device.is_host_device for device in memgraph.devices)
@@ -245,7 +245,7 @@ class Executor:
         self._finish()
 
     def abandon(self) -> None:
-        """Stops launching and waits for what runs. Does nothing when no step is running.
+        """Stops launching and waits for running vertices. Does nothing when no step is running.
 
         States are torn if a vertex that changes one was launched, also where the step has ended by now. Raises Stalled
         when a device does not end its work; a later call finds out whether it has.
@@ -280,7 +280,7 @@ class Executor:
         self._states.store()
 
     def restore_states(self) -> None:
-        """The homes of all states hold right values: the next step starts with these. What the device has is dropped.
+        """The homes of all states hold right values: the next step starts with these. The device's copies are dropped.
         Call after writing to homes, and after a step that ended with some of its updates done."""
         self._require_idle()
         self._states.restore()
@@ -315,13 +315,12 @@ class Executor:
     def counters(self) -> dict[str, int | float]:
         """Sizes in bytes, seconds and counts of the last step. Call between steps; ``touched_bytes`` walks the pages.
 
-        Keys: steps, vertices, changes (vertices that change a state), arena_bytes, touched_bytes, host_bytes (arenas
-        of host devices too), offload_bytes to the host, reload_bytes from it, transfer_bytes between devices,
-        c10_allocations, planned_allocations,
-        step_seconds, gate_seconds (waiting for ``deliver``), op_seconds (inside ops on the engine's own thread),
-        engine_seconds (its own cost).
-        The last two are measured while tracing, or with ``time_ops``; where ops have threads of their own (several
-        devices or streams) they tell nothing.
+        Counts: steps, vertices, changes (vertices that change a state), c10_allocations, planned_allocations. Bytes:
+        arena_bytes, touched_bytes, host_bytes (arenas of host devices too), offload_bytes to the host, reload_bytes
+        from it, transfer_bytes between devices. Seconds: step_seconds, gate_seconds (waiting for ``deliver``),
+        op_seconds (inside ops on the engine's own thread), engine_seconds (its own cost). The last two are measured
+        while tracing, or with ``time_ops``; where ops have threads of their own (several devices or streams) they tell
+        nothing.
         """
         self._require_own_process()
         measured = self._engine.counters()

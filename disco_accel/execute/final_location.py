@@ -67,8 +67,9 @@ class FinalResidences:
                     written[space].add(begin, end)
 
     def of(self, ref: Ref) -> _Residence:
-        """The place that still holds ``ref`` at the end: on the device if one does, else at home or in the host arena;
-        at home first of what a kernel has written there. Raises ExecutionError when the plan keeps no copy."""
+        """The place that still holds ``ref`` at the end: on the device if one does, else at home or in the host arena.
+        A version that a kernel has written at home is taken from there. Raises ExecutionError when the plan keeps no
+        copy."""
         states, size = self._states, self._vertices[ref[0]].sizes[ref[1]]
         state = states.state.get(ref)
         home = None if state is None or states.at_home[state] != ref else _Residence(None, 0, size, state)

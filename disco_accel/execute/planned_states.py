@@ -1,5 +1,4 @@
-"""What a plan does with values that live over steps and change (*states*): which version each copy holds, where the
-last one is when a step ends."""
+"""Values of a plan that live over steps and change (*states*): the version in each copy, the place of the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MemGraph to the engine's flat tables: where every value lives, what every kernel calls, what every copy moves."""
+"""MemGraph to the engine's flat tables: addresses of values, calls of kernels, ends of copies."""
 
 from __future__ import annotations
 
@@ -51,12 +51,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What the engine is built from.
-
-    int64 with the columns of ``native/engine_numbers.py``: ``vertices``, ``edges`` of positions, and ``copied``.
-    ``externals``: id of an external INPUT, or of a transfer to the user's memory, to its storage number in the op
-    table. ``planned`` allocations of one step.
-    ``states`` of the plan.
+    """The parts of an engine. int64 with the columns of ``native/engine_numbers.py``: ``vertices``, ``edges`` of
+    positions, and ``copied``. ``externals``: id of an external INPUT, or of a transfer to the user's memory, to its
+    storage number in the op table. ``planned`` allocations of one step. ``states`` of the plan.
     """
 
     vertices: torch.Tensor
@@ -78,7 +75,7 @@ class _Addresses:
     def of(self, ref: Ref, nbytes: int, offset: int = 0) -> int:
         """The address of ``nbytes`` bytes from ``offset`` on in the slot of ``ref``, all of them inside slot and arena.
 
-        Whatever made the plan: an address from here is never outside the memory that the engine was given.
+        No plan gets an address outside the memory that the engine was given.
         """
         slot, size = self.slots.get(ref), self.vertices[ref[0]].sizes[ref[1]]
         what = f"value {ref[1]} of vertex {ref[0]}"
@@ -166,7 +163,7 @@ class _Storages:
         return self._uses.homes[ref][0] if ref in self._uses.written else None
 
     def put(self, vertex: Vertex) -> None:
-        """What is added to the op table from now on is where ``vertex`` is."""
+        """Entries of the op table from now on are on the device of ``vertex``."""
         if vertex.space in self._uses.hosts:
             self._ops.set_host()
             return
@@ -194,9 +191,8 @@ class _Storages:
         return self._storage((vertex.id, output)) if home is None else self._home_storage(home)
 
     def _ranges_behind(self, vertex: Vertex, first: Ref) -> int:
-        """How many bytes a kernel reads of a value besides those of its ``first`` range, behind which they lie.
-
-        Raises ExecutionError unless they do: whatever made the plan, a kernel finds the value that it names."""
+        """Bytes that a kernel reads of a value behind its ``first`` range. Raises ExecutionError unless all ranges lie
+        in a row."""
         if not self._held.get(first):
             return 0
         vertices = self._addresses.vertices
@@ -301,7 +297,7 @@ class _Lowering:
         return int(vertex.kind), device, lane, op, dst, src, nbytes, int(flags)
 
     def _reaches_host(self, vertex: Vertex) -> bool:
-        """Whether the vertex writes home what the host uses too: a caller who has the outputs finds that there."""
+        """Whether the vertex writes a host-updated state home, where a caller with the outputs finds it."""
         if not swaps_out(vertex) or vertex.id in self._behind_gate:
             return False
         return not outlives_step(self._addresses.vertices[self._states.state[self._states.version[vertex.id, 0]]])
@@ -411,7 +407,7 @@ class _Lowering:
         return int(op)
 
     def _check_overwrites(self, vertex: Vertex) -> None:
-        """An op in place writes to the memory that it reads, whatever the plan says of its outputs."""
+        """An op in place writes to the memory that it reads; the plan's address of its output must be that."""
         for output, position in vertex.inplace:
             nbytes, ref = vertex.sizes[output], vertex.inputs[position]
             homes = self._storages.home_written((vertex.id, output)), self._storages.home_read(vertex.id, position)

@@ -4,7 +4,7 @@ A *state* is a value that lives over steps and changes. Its *home* is a range of
 the last version of a state at home, or on the device alone where the next step starts with it: then the home is older
 until ``Executor.store_states`` writes it.
 
-What the user writes to a home between steps:
+Bytes that the user writes to a home between steps:
 
 - of a state that is not resident: the next step reads it;
 - of a resident one: no step reads it, and it is overwritten in time, unless ``Executor.restore_states`` follows.
@@ -16,8 +16,8 @@ Kernels of a device that lies in host memory change states at their homes, where
 
 A step that changes states and ends early, by a failure, by ``abandon`` or by Ctrl-C, leaves *torn* states if a kernel
 or an offload that changes one was launched: steps are refused until ``Executor.restore_states``. On CUDA, homes should
-be pinned as the bytes of frozen inputs are (``HostMemory.pin``): copies from and to other memory are right too, but
-the engine launches nothing else until they have ended.
+be pinned as the bytes of frozen inputs are (``HostMemory.pin``): copies from and to other memory are right too, but the
+engine launches nothing else until they have ended.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class StateHomes:
         self._forget_newer()
 
     def write(self, state: int, copy: torch.Tensor) -> None:
-        """Write what an arena has of ``state`` home."""
+        """Write ``copy``, in an arena, to the home of ``state``."""
         with torch.inference_mode():
             self._homes[state].copy_(copy)
 
@@ -172,7 +172,7 @@ class StateHomes:
             self.store()
 
     def restore(self) -> None:
-        """The homes hold right values, whatever the device has."""
+        """The homes hold right values; the device's copies are dropped."""
         self._torn = self._interrupted = False
         self._forget_newer()
 

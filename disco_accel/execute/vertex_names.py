@@ -1,4 +1,4 @@
-"""What messages call the vertices of a plan."""
+"""Names of a plan's vertices in messages."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ class Describer:
         return f"input {vertex} ({self._names[vertex]})" if vertex in self._names else f"input {vertex}"
 
     def external(self, vertex: int) -> str:
-        """What is bound to a vertex in each step: ``external input 3 (input_ids)``, or the memory that a transfer
-        writes to."""
+        """The user's memory of a vertex: ``external input 3 (input_ids)``, or the target of a transfer."""
         if self._vertices[vertex].kind is VertexKind.INPUT:
             return f"external {self.input(vertex)}"
         return f"the memory that vertex {vertex} ({self.what(self._vertices[vertex])}) writes to"
 
     def what(self, vertex: Vertex) -> str:
-        """What the vertex does, without its id."""
+        """The work of the vertex, without its id."""
         if vertex.kind is VertexKind.KERNEL:
             call = self._calls.get(vertex.id)
             return label(call) if call else vertex.op or "kernel"
@@ -47,7 +46,7 @@ class Describer:
         return f"{kind_name(vertex)} of {self._value(vertex.inputs[0])}"
 
     def _value(self, ref: Ref) -> str:
-        """The value that a chain of copies carries, by who made it."""
+        """The value that a chain of copies carries, by its maker."""
         vertex = self._vertices[ref[0]]
         while swaps(vertex):
             ref = vertex.inputs[0]

@@ -1,4 +1,4 @@
-"""From a plan back to its task graph: which value each copy holds."""
+"""From a plan back to its task graph: the value in each copy."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def carried_values(plan: MemGraph) -> dict[Ref, Ref]:
 
 
 def inputs_held(plan: MemGraph) -> dict[Ref, int]:
-    """Return for each value of ``plan`` that is, or was made of, an input which the host has, that input: the input
-    itself, its copies, and what kernels have changed it to."""
+    """Return value of ``plan`` → the input that the host has of it: for inputs themselves, their copies and their
+    versions."""
     inputs = {(v.id, 0): v.id for v in plan.vertices if host_copy_exists(v) and not is_resident_range(v)}
     for state, versions in lasting_versions(taskgraph_of(plan).vertices).items():
         inputs.update(dict.fromkeys(versions, state[0]))

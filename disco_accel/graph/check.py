@@ -1,4 +1,4 @@
-"""What makes a TaskGraph meaningful: the rules a file must obey and a captured graph obeys by construction."""
+"""Rules of a TaskGraph: a file must obey them, a captured graph does by construction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dependencies(vertex: Vertex) -> list[int]:
 
 
 def stable_topological_order(vertices: Sequence[Vertex], edges: Iterable[Edge] = ()) -> list[Vertex] | None:
-    """Return ``vertices`` so that each follows what it depends on, moving none without need; None if there is a cycle.
+    """Return ``vertices`` so that each follows its dependencies, moving none without need; None if there is a cycle.
 
     ``edges`` are further pairs of ids; all ids must exist.
     """
@@ -130,7 +130,7 @@ def _check_references(vertex: Vertex, by_id: dict[int, Vertex]) -> None:
 
 
 def _check_devices(vertex: Vertex, by_id: dict[int, Vertex], home_uses: HomeUses) -> None:
-    """A kernel reads values of its own device; one of a host device also what lies at a home."""
+    """A kernel reads values of its own device; one of a host device also values at their homes."""
     for position, ref in enumerate(vertex.inputs):
         device = home_uses.device_of(ref, by_id[ref[0]])
         moves = vertex.kind is VertexKind.COPY

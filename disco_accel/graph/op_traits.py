@@ -31,7 +31,7 @@ class Arithmetic(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _OpTraits:
-    """What is known about one op."""
+    """Facts about one op."""
 
     pointwise: bool = False
     """An element is computed from the same elements of the inputs: a plan may let the result replace any of them."""
@@ -44,13 +44,13 @@ class _OpTraits:
     fake_rule: bool = False
     """Torch's fake tensors refuse data types that the kernels take; ``capture/fake_kernels.py`` has a rule for it."""
     refused: str = ""
-    """Why a step with this op is not planned, and what to do; empty if it is."""
+    """Why a step with this op is not planned, and a remedy; empty if it is planned."""
     data_hint: str = "a planned step cannot branch on values (.item(), .tolist(), if tensor:, .nonzero())"
-    """What to do where the shapes of its results depend on values."""
+    """A remedy where the shapes of its results depend on values."""
     undefined_hint: str = ""
-    """What lets a step be planned whose reader needs a result that this op leaves undefined."""
+    """A remedy for a step that needs a result which this op leaves undefined."""
     scratch_by_value: bool = False
-    """What it allocates depends on the values that it is given; ``measure/dynamic_scratch.py`` bounds it."""
+    """Its allocations depend on the values that it is given; ``measure/dynamic_scratch.py`` bounds them."""
     arithmetic: Arithmetic = Arithmetic.NONE
     """For estimates of its duration."""
     gathers: bool = False
@@ -150,5 +150,5 @@ OP_TRAITS: Mapping[str, _OpTraits] = _table(_rows())
 
 
 def op_traits(name: str) -> _OpTraits:
-    """What is known about the op ``name``, such as ``aten::mm``; the defaults for an op that is not in the table."""
+    """Traits of the op ``name``, such as ``aten::mm``; the defaults for an op that is not in the table."""
     return OP_TRAITS.get(name, _DEFAULT)

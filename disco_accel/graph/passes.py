@@ -1,4 +1,5 @@
-"""Passes: a task graph in, a task graph out. They have one signature and run from lists that note what each changed."""
+"""Passes: a task graph in, a task graph out. They have one signature and run from lists that note the changes of
+each."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from disco_accel.sizes import format_size
 
 @dataclass(frozen=True, slots=True)
 class GraphPass:
-    """``run`` returns a graph made from the one that it gets, which it leaves as it is. ``effect``: what it does, in a
-    line. A pass that needs facts, such as measured seconds, is made by a function that is given them.
+    """``run`` returns a graph made from the one that it gets, which it leaves as it is. ``effect`` in a line. A pass
+    that needs facts, such as measured seconds, is made by a function that is given them.
 
     A vertex that the captured step names (an input, an output, a gradient) keeps its id, and every kernel its call.
     """
@@ -34,7 +35,7 @@ class _Totals:
 
 @dataclass(frozen=True, slots=True)
 class AppliedPass:
-    """What a pass did to one graph.
+    """The effect of a pass on one graph.
 
     ``changed``: number of vertices that were ``added``, ``removed``, or are at another place in the ``order``; of those
     with another value of a field, under its name; of ``calls`` and ``spaces`` that differ.
@@ -52,7 +53,7 @@ class AppliedPass:
 
 
 def run_passes(graph: TaskGraph, passes: Iterable[GraphPass], applied: list[AppliedPass] | None = None) -> TaskGraph:
-    """Run ``passes`` in their order, each on the result of the one before. ``applied`` gets what each did."""
+    """Run ``passes`` in their order, each on the result of the one before. ``applied`` gets a record of each."""
     for each in passes:
         result = each.run(graph)
         if applied is not None:
@@ -62,7 +63,7 @@ def run_passes(graph: TaskGraph, passes: Iterable[GraphPass], applied: list[Appl
 
 
 def applied_pass(name: str, effect: str, before: TaskGraph, after: TaskGraph) -> AppliedPass:
-    """What a pass of this ``name`` did."""
+    """The record of a pass of this ``name``."""
     return AppliedPass(name, effect, totals(before), totals(after), changes(before, after))
 
 

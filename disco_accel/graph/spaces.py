@@ -10,7 +10,7 @@ from disco_accel.sizes import MAX_SIZE
 
 
 class SpaceKind(enum.StrEnum):
-    """What kind of memory a space is. The kinds of its two ends name a copy's route, and with it the link it takes."""
+    """The kind of a memory. The kinds of its two ends name a copy's route, and with it its link."""
 
     DEVICE = "device"
     HOST = "host"
@@ -43,7 +43,7 @@ HOST = -1
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """One memory. ``memory`` in bytes is what a plan may use of it; offsets are multiples of ``alignment``.
+    """One memory. A plan may use ``memory`` bytes of it; offsets are multiples of ``alignment``.
 
     Kernels run in spaces whose id is 0 or more, the *devices*: one of kind DEVICE is a GPU's arena; one of kind HOST is
     a *host device*, whose kernels the machine's processors run. Those use each value that has a home at that home

@@ -29,12 +29,11 @@ class Vertex:
 
     ``space``: of an INPUT, the device that uses it; where a KERNEL runs; where a COPY writes. ``source``: the space
     that a COPY reads; the home of an INPUT that a backing space has. A copy that a plan adds has a backing space at one
-    end: it *swaps in* from there, or *swaps out* to it.
-    ``sizes`` are the bytes of each output's storage (0 = no memory); ``duration`` is in seconds.
-    ``traits``: of an INPUT's value; a COPY may be MADE_FOREIGN. ``inplace``: pairs of an output and the position of
-    the input that it is written over. What these mean for a plan is asked through ``graph/values.py``.
-    ``begin``: in a plan, the byte of its value from which on a COPY from a backing space copies, or a resident range
-    holds (``graph/copies.py``).
+    end: it *swaps in* from there, or *swaps out* to it. ``sizes`` are the bytes of each output's storage (0 = no
+    memory); ``duration`` is in seconds. ``traits``: of an INPUT's value; a COPY may be MADE_FOREIGN. ``inplace``: pairs
+    of an output and the position of the input that it is written over. ``graph/values.py`` gives their meaning for a
+    plan. ``begin``: in a plan, the byte of its value from which on a COPY from a backing space copies, or a resident
+    range holds (``graph/copies.py``).
     """
 
     id: int

@@ -1,6 +1,5 @@
-"""What holds of a value whatever happens to it in a step: how long it lives, who may change it, when it arrives.
-
-``graph/values.py`` answers what planners, judges, the simulator and the engine ask about it.
+"""Facts about a value that no step changes: its lifetime, access and arrival. Planners, judges, the simulator and the
+engine ask about them through ``graph/values.py``.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Traits:
 
     @property
     def changes_over_steps(self) -> bool:
-        """Whether kernels may change it and the next step starts with what they made of it."""
+        """Whether kernels may change it and the next step starts with their last version."""
         return self.host_has_it and self.access is Access.READ_WRITE
 
 
@@ -86,10 +85,11 @@ HOST_UPDATED = Traits(_Lifetime.STEPS, Access.READ, host_updated=True)
 there."""
 
 STATE = Traits(_Lifetime.STEPS, Access.READ_WRITE)
-"""The host has it when a step starts, kernels change it, and the next step starts with what they made of it."""
+"""The host has it when a step starts, kernels change it, and the next step starts with their last version."""
 
 HOST_UPDATED_STATE = Traits(_Lifetime.STEPS, Access.READ_WRITE, host_updated=True)
-"""As a state, but at its home between two steps, where the host uses it too: what an optimizer's step changes."""
+"""As a state, but at its home between two steps, where the host uses it too: weights that an optimizer's step
+changes."""
 
 FOREIGN = Traits(_Lifetime.STEPS, Access.FOREIGN)
 """In the user's memory."""

@@ -1,4 +1,4 @@
-"""What planners, judges, the simulator and the engine ask about values. A new trait of values is answered here."""
+"""Questions of planners, judges, the simulator and the engine about values. A new trait of values is answered here."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def is_handed_out(vertex: Vertex) -> bool:
 
 
 def changes_over_steps(vertex: Vertex) -> bool:
-    """Whether kernels may change the value and the next step starts with what they made of it."""
+    """Whether kernels may change the value and the next step starts with their last version."""
     return vertex.kind is VertexKind.INPUT and vertex.traits.changes_over_steps
 
 

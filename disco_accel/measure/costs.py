@@ -1,4 +1,4 @@
-"""What the ops of a step cost: measured on the device that will run it, or estimated where there is none."""
+"""Costs of a step's ops: measured on the device that will run it, or estimated where there is none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GraphCosts:
     """``passes`` put seconds and scratch into the graph that they are the costs of.
 
     ``workspaces``: bytes of the libraries that multiply matrices, outside the arena. ``in_blocks``: tensors outside the
-    arena take whole blocks of an allocator. ``records``: kernel to what an executor is made from; none if estimated.
+    arena take whole blocks of an allocator. ``records``, by kernel, are for an executor; none if estimated.
     ``without_scratch``: kernels whose scratch nobody knows; ``note``: a line for the user about them, or "".
     """
 

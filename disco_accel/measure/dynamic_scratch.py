@@ -1,8 +1,8 @@
 """Ops whose temporaries depend on the values they are given: how much room those take at most.
 
-A grouped matrix product runs one product per group, and what a product allocates depends on the group's rows: known
-only when a batch has been routed. The engine gives such an op a bounded piece of its scratch instead of one address per
-allocation; asking for more is an error that names the op.
+A grouped matrix product runs one product per group, and its allocations depend on the group's rows: known only when a
+batch has been routed. The engine gives such an op a bounded piece of its scratch instead of one address per allocation;
+asking for more is an error that names the op.
 """
 
 from __future__ import annotations

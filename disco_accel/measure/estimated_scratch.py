@@ -1,7 +1,7 @@
-"""The scratch of ops that nobody is about to run: what a plan made from a model's config alone has to leave room for.
+"""The scratch of ops that nobody is about to run, for plans made from a model's config alone.
 
-On the host device an op's scratch is measured here, from its signature, as before a run. What is too large to be tried
-in passing, and everything on a CUDA device that is not there, is counted and said, not guessed.
+On the host device an op's scratch is measured here, from its signature, as before a run. Ops that are too large to be
+tried in passing, and all on a CUDA device that is not there, are counted and said, not guessed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class _KnownScratch:
 def known_scratch(
     graph: TaskGraph, *, device: str, compute_threads: int | None = None, streams: int = 1
 ) -> _KnownScratch:
-    """What can be told of the scratch that the ops of ``graph``, which nobody has recorded, take on ``device`` (cpu or
-    cuda).
+    """The scratch, as far as it is known, of the ops of ``graph``, unrecorded so far, on ``device`` (cpu or cuda).
 
     ``compute_threads`` as in ``record``; ``streams``: of the engine that will run it. Raises ExecutionError for an op
     that no run could plan.

@@ -1,4 +1,4 @@
-"""Measures ops once before a plan is made: what they allocate, whether they can write in place, how long they take.
+"""Measures ops once before a plan is made: allocations, writes in place, seconds.
 
 The engine then serves the n-th allocation of a call from the address that the plan chose for it, so a step allocates
 nothing. Ops with equal signatures are measured once.
@@ -41,7 +41,7 @@ class _Allocation:
 
 @dataclass(frozen=True, slots=True)
 class OpRecord:
-    """What was measured of one op signature.
+    """Measurements of one op signature.
 
     ``native_out``: the out overload writes the outputs directly, with the same bits as the functional call.
     ``allocations``: of the call that will run, in order. ``scratch_bytes``: room for those that are no output.
@@ -310,7 +310,7 @@ def _check_other_values(ops: OpTable, op: int, signature: _Signature, inputs: li
 
 
 def rounded(seconds: float) -> float:
-    """``seconds`` to two significant digits: what is measured again within a few percent gives the same search."""
+    """``seconds`` to two significant digits, so that measurements within a few percent give the same search."""
     return float(f"{seconds:.1e}")
 
 

@@ -1,9 +1,9 @@
-"""The static judge's demands of values that live over steps and change: what their homes hold, and when.
+"""The static judge's demands of values that live over steps and change: the contents of their homes over time.
 
 Each such value has one home, memory of its own on the host. When a step starts it holds the value's first version;
-every swap-out of a version writes it, and swap-ins read it; kernels of a host device do both. As in any memory, what it
-held is read before the next is written. When the step ends it holds the last version, unless the next step finds that
-on the device.
+every swap-out of a version writes it, and swap-ins read it; kernels of a host device do both. As in any memory, a
+content is read before the next is written. When the step ends it holds the last version, unless the next step finds
+that on the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def writes_home(plan: JudgedPlan, ref: Ref) -> bool:
 
 
 def check_homes(plan: JudgedPlan, order: Mapping[int, int], before: Claims, behind_gate: Set[int]) -> Mapping[Ref, Ref]:
-    """Claim that no home is written before what it held was read.
+    """Claim that no home is written before its content was read.
 
     Returns for each value whose home is written, its INPUT's, the swap-out that writes there last. Raises VerifyError.
     """

@@ -53,7 +53,7 @@ Returned = tuple[tuple[TensorSpec, int] | None, ...]
 
 
 Results = Callable[[OpCall], Returned | None]
-"""What a call returns; None if it refuses its arguments."""
+"""The results of a call; None if it refuses its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +287,8 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class _KernelTraits:
-    """What decides how a kernel may be cut: it is ``large``; the user gets its results (``handed_out``); it is behind
-    the gate (``backward``); it writes results to the user's memory itself (``to_user``)."""
+    """Facts that decide how a kernel may be cut. The user gets its results (``handed_out``); it is behind the gate
+    (``backward``); it writes results to the user's memory itself (``to_user``)."""
 
     large: bool
     handed_out: bool
@@ -348,7 +348,7 @@ def _decoded(arg: Arg, tensor: Callable[[TensorSpec], torch.Tensor]) -> Any:
 
 
 def results_of_part(made: ChunkedKernel, part: int, call: OpCall, fakes: Results) -> Returned | None:
-    """What ``call``, chunk ``part`` of ``made``, returns; None unless that lies as the cuts say."""
+    """The results of ``call``, chunk ``part`` of ``made``; None unless they lie as the cuts say."""
     returned = fakes(call)
     if returned is None or len(returned) != len(call.results):
         return None
@@ -372,7 +372,7 @@ def results_of_part(made: ChunkedKernel, part: int, call: OpCall, fakes: Results
 
 
 def lies_in_chunks(arg: TensorArg, axes: Axes, parts: Sequence[Part], cut: Cut) -> bool:
-    """Whether every one of ``parts`` reads of ``arg`` just what one chunk of ``cut`` has."""
+    """Whether every one of ``parts`` reads just one chunk of ``cut`` of ``arg``."""
     if cut.count != len(parts):
         return False
     try:

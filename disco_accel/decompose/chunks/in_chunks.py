@@ -1,4 +1,4 @@
-"""A captured step whose large kernels run in chunks: what of it, in which order, and what that does to its values."""
+"""A captured step whose large kernels run in chunks."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ class StepInChunks:
 def in_chunks(
     captured: CapturedStep, count: int, large: int, device: torch.device, value: int | None = None
 ) -> StepInChunks:
-    """``captured`` with each kernel that reads and makes more than ``large`` bytes, or makes a value of more than
-    ``value`` (None: the same), in ``count`` chunks, as far as its op allows; those between two such kernels follow.
-
-    Weights do not count: they are needed whole by each chunk. ``device``: where the step runs.
+    """``captured`` with large kernels in ``count`` chunks, as far as ops allow; kernels between two of them follow. A
+    large kernel reads and makes more than ``large`` bytes, or makes a value of more than ``value`` (None: the same).
+    Weights do not count: each chunk needs them whole. ``device``: where the step runs.
     """
     graph = captured.graph
     to_user = {binding.vertex for binding in captured.bindings if binding.source is InputSource.OUTSIDE}

@@ -1,4 +1,4 @@
-"""Which dimensions of an op's arguments and results go together, op by op: what of it can run in parts.
+"""Dimensions of an op's arguments and results that go together, op by op: those in which it can run in parts.
 
 As in an einsum: a label for each loop of the op. A part of a loop needs the same part of every dimension that has its
 label, and makes the same part of every result that has it.

@@ -227,7 +227,7 @@ class Rewriting:
         partial[old] = self._add_kernel(kernel.vertex, call, (partial[old], ref), kernel.vertex.sizes[output]), 0
 
     def _finish_sums(self, kernel: ChunkedKernel, partial: Mapping[Ref, Ref]) -> None:
-        """What the sums of all parts are to the user and to other kernels."""
+        """Sums of all parts take the place of the kernel's values, for the user and for other kernels."""
         old = kernel.vertex
         totals = {output: partial[old.id, output] for output in kernel.sums}
         if kernel.loops.mean:
@@ -261,7 +261,7 @@ class Rewriting:
         return vertex.id
 
     def _seen(self, ref: Ref, spec: TensorSpec) -> tuple[Ref, TensorSpec]:
-        """The value here that has what ``spec`` shows of the whole ``ref``, and how it lies there."""
+        """The value here with the elements that ``spec`` shows of the whole ``ref``, and how they lie there."""
         if ref in self.whole:
             return self.whole[ref], spec
         chunks = self.chunks[ref]
@@ -359,7 +359,7 @@ def _argument(inputs: list[Ref], ref: Ref, spec: TensorSpec) -> TensorArg:
 
 
 def _multiplied_alike(call: OpCall, seen: Sequence[TensorArg]) -> bool:
-    """Whether a product of what is ``seen`` has the bits of ``call``: other strides may mean another routine."""
+    """Whether a product of the tensors ``seen`` has the bits of ``call``: other strides may mean another routine."""
     if op_traits(call.name).arithmetic is Arithmetic.NONE:
         return True
     pairs = zip(tensor_args(call.args), seen, strict=True)

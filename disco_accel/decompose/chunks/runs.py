@@ -28,8 +28,8 @@ def runs_of(
     """Return all vertices but INPUTs, as runs in an order that keeps every dependency. One without members is of whole
     vertices alone.
 
-    ``most``: bytes of ``weights``, by vertex, that the kernels of a run may need together: each chunk needs them anew,
-    and what does not stay from one to the next is loaded once for every chunk.
+    ``most``: bytes of ``weights``, by vertex, that the kernels of a run may need together. Each chunk needs them anew,
+    and those that do not stay are loaded for every chunk.
     """
     sizes = {(vertex.id, k): size for vertex in graph.vertices for k, size in enumerate(vertex.sizes)}
     runs = list[Run]()
@@ -79,7 +79,7 @@ def _crossing(members: Sequence[ChunkedKernel], sizes: Mapping[Ref, int]) -> lis
 
 
 class _Runs:
-    """Invariant: nothing in ``_open`` depends on what is in ``_late``, and nothing in ``_between`` on ``_open``."""
+    """Invariant: nothing in ``_open`` depends on ``_late``, and nothing in ``_between`` on ``_open``."""
 
     def __init__(self, graph: TaskGraph, chunked: Mapping[int, ChunkedKernel]) -> None:
         self._graph, self._chunked = graph, chunked

@@ -82,7 +82,7 @@ ALL_GATHER: torch._ops.OpOverload = torch.ops.disco_decompose.all_gather.default
 
 @dataclass(frozen=True, slots=True)
 class RankValue:
-    """What one rank has of a value, ``node`` of its graph, and how that lies among the others'."""
+    """One rank's part of a value, ``node`` of its graph, and how it lies among the others'."""
 
     node: fx.Node
     placement: Placement
@@ -151,7 +151,7 @@ class LocalGraph:
     _whole: dict[fx.Node, RankValue] = field(default_factory=dict)
 
     def emit(self, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add a call on what the rank has."""
+        """Add a call on the rank's tensors."""
         node = self.graph.call_function(target, _mapped(args, _node_of), _mapped(kwargs, _node_of))
         assert self.source is not None
         with self.mode, torch.no_grad():
@@ -168,11 +168,11 @@ class LocalGraph:
         return node
 
     def emit_call(self, call: Call) -> fx.Node:
-        """``call`` as it is, on what the rank has."""
+        """``call`` as it is, on the rank's tensors."""
         return self.emit(call.target, *call.args, **call.kwargs)
 
     def items(self, node: fx.Node, placements: Sequence[Placement]) -> tuple[RankValue | None, ...]:
-        """The results of a call that has several, as they lie; None for what is no tensor."""
+        """The results of a call that has several, as they lie; None for a result that is no tensor."""
         made: list[RankValue | None] = []
         for index, (tensor, placement) in enumerate(zip(node.meta["val"], placements, strict=True)):
             item = None
@@ -209,7 +209,7 @@ class LocalGraph:
         return known
 
     def all_reduce(self, value: RankValue, op: str) -> fx.Node:
-        """The sum, or the max, of what the ranks have, in the order of their numbers."""
+        """The sum, or the max, of the ranks' tensors, in the order of their numbers."""
         if not _fills_memory(value.tensor):
             value = RankValue(self.emit(_ATEN.clone.default, value, memory_format=torch.contiguous_format), PARTIAL)
         return self._collective(ALL_REDUCE, value, op, value.tensor.shape, tuple(value.tensor.stride()))

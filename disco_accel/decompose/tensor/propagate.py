@@ -25,7 +25,7 @@ def of_one_rank(traced: TracedStep, shards: Mapping[str, int], ranks: int) -> Tr
     trained one is an input as before, of which each rank takes its part. All outputs and gradients are whole.
 
     Raises:
-        CaptureError: a weight's length is no multiple of ``ranks``, or an op has no rule for what it is given.
+        CaptureError: a weight's length is no multiple of ``ranks``, or an op has no rule for its arguments.
     """
     return _Propagation(traced, shards, ranks).run()
 
@@ -38,7 +38,7 @@ class _Propagation:
         self._env: dict[fx.Node, Result] = {}
         self._wanted = frozenset(traced.graph.output_node().all_input_nodes)
         self._handed_out: dict[fx.Node, fx.Node] = {}
-        """What the user gets → the node that has it whole."""
+        """Node of a result for the user → the node that has it whole."""
 
     def run(self) -> TracedStep:
         sources = dict(zip(self._traced.graph.find_nodes(op="placeholder"), self._traced.sources, strict=True))

@@ -1,4 +1,4 @@
-"""What each op makes of values that are cut or partial: the rules of the propagation, by the name of the op."""
+"""Rules of the propagation, by the name of the op: results of arguments that are cut or partial."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _pointwise(local: LocalGraph, call: Call) -> RankValue:
 
 
 def _keeps_partial(call: Call) -> bool:
-    """Whether the sum of what the ranks get is what one device gets."""
+    """Whether the sum of the ranks' results is the result of one device."""
     partial = [v.placement == PARTIAL for v in call.values]
     if not any(partial):
         return False
@@ -242,7 +242,7 @@ def _empty_like(local: LocalGraph, call: Call) -> RankValue:
 
 
 def _dropout(local: LocalGraph, call: Call) -> Result:
-    """native_dropout of ones is the mask of the whole tensor, with the factor of what stays."""
+    """native_dropout of ones is the mask of the whole tensor, scaled."""
     call = call.with_values(local.whole)
     value, probability, train = call.args
     shape, like = list(call.source_shape(0)), value.tensor

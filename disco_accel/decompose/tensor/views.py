@@ -19,8 +19,8 @@ from disco_accel.decompose.tensor.local_graph import (
 
 Arguments = Sequence[Any]
 Of = Callable[[LocalGraph, Call, Shard], "tuple[Shard, Arguments] | None"]
-"""Where the cut dimension of the first argument is in the result, and the other arguments for what a rank has. None:
-the op goes along it."""
+"""Where the cut dimension of the first argument is in the result, and the other arguments for a rank's part. None: the
+op goes along it."""
 
 
 def _rule(of: Of) -> Callable[[LocalGraph, Call], Result]:
@@ -101,7 +101,7 @@ def _selected(_local: LocalGraph, call: Call, shard: Shard) -> tuple[Shard, Argu
 
 
 def _put_back(local: LocalGraph, call: Call, shard: Shard) -> tuple[Shard, Arguments] | None:
-    """slice_backward: the gradient of a slice among zeros, in the shape of what was sliced."""
+    """slice_backward: the gradient of a slice among zeros, in the shape of the whole tensor."""
     sizes, dim, *rest = call.args[1:]
     if dim % len(sizes) == shard.dim:
         whole = call.shape == call.source_shape(0)

@@ -97,7 +97,7 @@ def _log_softmax_backward(local: LocalGraph, call: Call) -> RankValue:
 def _targets(local: LocalGraph, target: RankValue, ignored: int, count: int) -> RankValue:
     """``target`` counted from the rank's first token; tokens of others and ignored ones are ``_NOBODY``.
 
-    What is no token at all stays so, and fails on rank 0 as it would on one device.
+    An index that is no token's stays so, and fails on rank 0 as it would on one device.
     """
     mine, foreign = _of_rank(local, target, count)
     kept = local.emit(_ATEN.masked_fill.Scalar, RankValue(mine, REPLICATED), RankValue(foreign, REPLICATED), _NOBODY)
