@@ -40,14 +40,9 @@ class StepOnParts:
 def on_parts(
     captured: CapturedStep, count: int, divided: Collection[str], itemsize: Callable[[str], int]
 ) -> StepOnParts:
-    """``captured``, a training step on the first of ``count`` parts of a batch, on all of them.
-
-    ``divided``: names of the batch whose rows are shared out; the parts have the others together, and all weights.
-    ``itemsize``: bytes of an element by dtype.
-
-    Raises:
-        CaptureError: the step returns more than a loss, or its backward draws random numbers.
-    """
+    """``captured``, a training step on the first of ``count`` parts of a batch, on all of them. ``divided``: names of
+    the batch whose rows are shared out; the parts have the others together, and all weights. ``itemsize``: bytes of an
+    element by dtype. Raises CaptureError: the step returns more than a loss, or its backward draws random numbers."""
     made = _Parts(captured, count, divided, itemsize)
     effect = f"the same kernels for each of {count} parts of the batch; sums of losses and gradients"
     graph, bindings = made.graph(), tuple(made.bindings)

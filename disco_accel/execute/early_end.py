@@ -51,9 +51,7 @@ def last_error(engine: Engine) -> EngineError:
 
 def stalled(error: EngineError, describer: Describer, ended: bool) -> Stalled:
     """The exception for a step without progress: ``in flight 1: vertex 7 (..); waiting 2: vertex 8 (..) for vertex 7``.
-
-    ``ended``: the device has ended its work since.
-    """
+    ``ended``: the device has ended its work since."""
     at = describer.at
     pairs = zip(error.waiting[::2], error.waiting[1::2], strict=True)
     waiting = (at(vertex) + (f" for {at(on)}" if on >= 0 else "") for vertex, on in pairs)

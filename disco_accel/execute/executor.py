@@ -212,10 +212,8 @@ class Executor:
         self._wait(self._engine.wait_out, self._engine.run_out)
 
     def wait_out(self) -> None:
-        """Returns when every ``out`` vertex has finished. Raises ExecutionError or Stalled.
-
-        Ctrl-C abandons the step.
-        """
+        """Returns when every ``out`` vertex has finished. Raises ExecutionError or Stalled. Ctrl-C abandons the
+        step."""
         self._require_running()
         self._wait(self._engine.wait_out)
 
@@ -245,11 +243,9 @@ class Executor:
         self._finish()
 
     def abandon(self) -> None:
-        """Stops launching and waits for running vertices. Does nothing when no step is running.
-
-        States are torn if a vertex that changes one was launched, also where the step has ended by now. Raises Stalled
-        when a device does not end its work; a later call finds out whether it has.
-        """
+        """Stops launching and waits for running vertices. Does nothing when no step is running. States are torn if a
+        vertex that changes one was launched, also where the step has ended by now. Raises Stalled when a device does
+        not end its work; a later call finds out whether it has."""
         if not self._end():
             raise Stalled(f"the step before stopped making progress; {HUNG}")
 
@@ -265,10 +261,8 @@ class Executor:
         return True
 
     def invalidate(self) -> None:
-        """The host bytes of clean inputs or the arena changed: residents are copied again before the next step.
-
-        Raises ExecutionError, and does nothing, while resident states are newer than their homes.
-        """
+        """The host bytes of clean inputs or the arena changed: residents are copied again before the next step. Raises
+        ExecutionError, and does nothing, while resident states are newer than their homes."""
         self._require_own_process()
         self._states.require_stored()
         self._engine.invalidate()
@@ -288,10 +282,8 @@ class Executor:
 
     def value(self, ref: Ref, spec: TensorSpec) -> torch.Tensor:
         """A kept value, or a state's last version, where it lies after the step (``out`` values: after ``wait_out``).
-
         It aliases memory that the next step writes: the caller clones. Raises ExecutionError when the plan does not
-        keep the value.
-        """
+        keep the value."""
         return self._kept[ref, spec]
 
     def add_leaving(self, values: Sequence[tuple[Ref, TensorSpec]]) -> int:

@@ -15,10 +15,8 @@ from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 
 
 class _Residence(NamedTuple):
-    """``size`` bytes at ``offset`` of the arena of ``device``, or of the host arena if that is None.
-
-    ``home``: of the home of that state instead.
-    """
+    """``size`` bytes at ``offset`` of the arena of ``device``, or of the host arena if that is None. ``home``: of the
+    home of that state instead."""
 
     device: int | None
     offset: int
@@ -27,11 +25,9 @@ class _Residence(NamedTuple):
 
 
 class FinalResidences:
-    """The places that still hold values at the end of a step of ``graph``.
-
-    Any valid execution ends with the same contents, so the serial order tells: from its end backwards, a place holds
-    its value if no later vertex writes to its bytes. One pass finds that for all values.
-    """
+    """The places that still hold values at the end of a step of ``graph``. Any valid execution ends with the same
+    contents, so the serial order tells: from its end backwards, a place holds its value if no later vertex writes to
+    its bytes. One pass finds that for all values."""
 
     def __init__(self, graph: MemGraph, states: PlannedStates) -> None:
         self._graph, self._states = graph, states

@@ -53,8 +53,7 @@ class Memory:
 class Tables:
     """The parts of an engine. int64 with the columns of ``native/engine_numbers.py``: ``vertices``, ``edges`` of
     positions, and ``copied``. ``externals``: id of an external INPUT, or of a transfer to the user's memory, to its
-    storage number in the op table. ``planned`` allocations of one step. ``states`` of the plan.
-    """
+    storage number in the op table. ``planned`` allocations of one step. ``states`` of the plan."""
 
     vertices: torch.Tensor
     edges: torch.Tensor
@@ -74,9 +73,7 @@ class _Addresses:
 
     def of(self, ref: Ref, nbytes: int, offset: int = 0) -> int:
         """The address of ``nbytes`` bytes from ``offset`` on in the slot of ``ref``, all of them inside slot and arena.
-
-        No plan gets an address outside the memory that the engine was given.
-        """
+        No plan gets an address outside the memory that the engine was given."""
         slot, size = self.slots.get(ref), self.vertices[ref[0]].sizes[ref[1]]
         what = f"value {ref[1]} of vertex {ref[0]}"
         if slot is None:
@@ -225,16 +222,10 @@ class _Storages:
 
 
 def lower(
-    graph: MemGraph,
-    calls: Mapping[int, OpCall],
-    records: Mapping[int, OpRecord],
-    memory: Memory,
-    ops: OpTable,
+    graph: MemGraph, calls: Mapping[int, OpCall], records: Mapping[int, OpRecord], memory: Memory, ops: OpTable
 ) -> Tables:
-    """Fill the op table ``ops`` for ``graph`` and return the tables.
-
-    Raises ExecutionError naming the vertex whose memory or call is missing.
-    """
+    """Fill the op table ``ops`` for ``graph`` and return the tables. Raises ExecutionError naming the vertex whose
+    memory or call is missing."""
     return _Lowering(graph, calls, records, memory, ops).run()
 
 

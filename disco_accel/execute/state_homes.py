@@ -72,9 +72,7 @@ def _home(vertex: Vertex, home: torch.Tensor | None, name: str) -> torch.Tensor:
 
 class StateHomes:
     """The states of one executor. ``homes``: 1-d uint8 host tensor by INPUT id, kept alive; ``arenas`` by device id.
-
-    ``cyclic``: a step ends with every resident in its place.
-    """
+    ``cyclic``: a step ends with every resident in its place."""
 
     def __init__(
         self,
@@ -128,10 +126,8 @@ class StateHomes:
 
     def after_early_end(self, changes: int) -> None:
         """A step has ended early, or was dropped by its caller; ``changes``: vertices launched that change a state.
-
         Without any, each resident that is newer than its home is still in its place: memory edges let nothing over it
-        before it was changed or stored.
-        """
+        before it was changed or stored."""
         if changes:
             self._torn = True
             self._forget_newer()

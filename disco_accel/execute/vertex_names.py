@@ -11,10 +11,8 @@ from disco_accel.native.op_encoding import label
 
 
 class Describer:
-    """Names vertices by id, op and module, copies by the value that they move.
-
-    ``names`` of INPUT vertices, such as the parameter that one holds; without one it is called by its ``op``.
-    """
+    """Names vertices by id, op and module, copies by the value that they move. ``names`` of INPUT vertices, such as the
+    parameter that one holds; without one it is called by its ``op``."""
 
     def __init__(self, graph: MemGraph, calls: Mapping[int, OpCall], names: Mapping[int, str]) -> None:
         self._order = graph.vertices

@@ -12,10 +12,8 @@ from disco_accel.graph.values import host_copy_exists, lasting_versions
 
 
 def carried_values(plan: MemGraph) -> dict[Ref, Ref]:
-    """Return for each value of ``plan``, copies included, the task graph's value that it holds.
-
-    Raises PlanError naming a vertex if copies only copy each other.
-    """
+    """Return for each value of ``plan``, copies included, the task graph's value that it holds. Raises PlanError naming
+    a vertex if copies only copy each other."""
     by_id = {vertex.id: vertex for vertex in plan.vertices}
     carried: dict[Ref, Ref] = {}
     for vertex in plan.vertices:

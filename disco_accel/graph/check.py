@@ -31,19 +31,15 @@ def dependencies(vertex: Vertex) -> list[int]:
 
 def stable_topological_order(vertices: Sequence[Vertex], edges: Iterable[Edge] = ()) -> list[Vertex] | None:
     """Return ``vertices`` so that each follows its dependencies, moving none without need; None if there is a cycle.
-
-    ``edges`` are further pairs of ids; all ids must exist.
-    """
+    ``edges`` are further pairs of ids; all ids must exist."""
     pairs = [(dep, vertex.id) for vertex in vertices for dep in dependencies(vertex)]
     places = stable_order([vertex.id for vertex in vertices], [*pairs, *edges])
     return None if places is None else [vertices[place] for place in places]
 
 
 def after_gate(vertices: Sequence[Vertex], edges: Iterable[Edge] = ()) -> set[int]:
-    """Ids of ``late`` inputs and of all that comes after one, by value, ``after`` or ``edges``.
-
-    ``vertices`` must be in a topological order of all of these.
-    """
+    """Ids of ``late`` inputs and of all that comes after one, by value, ``after`` or ``edges``. ``vertices`` must be in
+    a topological order of all of these."""
     predecessors: dict[int, list[int]] = {}
     for before, then in edges:
         predecessors.setdefault(then, []).append(before)
@@ -258,10 +254,8 @@ def _some_cycle(graph: TaskGraph) -> str:
 
 
 def largest_need(graph: TaskGraph, device: int) -> tuple[int, Vertex | None]:
-    """Return the most bytes that one vertex needs on ``device`` by itself, and the vertex.
-
-    Inputs and outputs together, rounded up to the alignment; output 0 costs nothing where it may lie on an input.
-    """
+    """Return the most bytes that one vertex needs on ``device`` by itself, and the vertex. Inputs and outputs together,
+    rounded up to the alignment; output 0 costs nothing where it may lie on an input."""
     unit = next(each.alignment for each in graph.devices if each.id == device)
     by_id = {vertex.id: vertex for vertex in graph.vertices}
     home_uses = HomeUses.of(graph)

@@ -33,11 +33,9 @@ _HASHED = re.compile(r"\b1[0-9]{18}\b")
 
 
 def read_taskgraph(path: str | os.PathLike[str], names: IdNames | None = None) -> TaskGraph:
-    """Read a TASKGRAPH file. ``names``, if given, is filled with the ids that are strings.
-
-    Vertices come back in a topological order (the file's own where it is one). Raises GraphFileError, which names the
-    file, the vertex and the key.
-    """
+    """Read a TASKGRAPH file. ``names``, if given, is filled with the ids that are strings. Vertices come back in a
+    topological order (the file's own where it is one). Raises GraphFileError, which names the file, the vertex and the
+    key."""
     with _naming(path):
         return taskgraph_from_json(_load(path), names)
 

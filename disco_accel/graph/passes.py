@@ -14,10 +14,8 @@ from disco_accel.sizes import format_size
 @dataclass(frozen=True, slots=True)
 class GraphPass:
     """``run`` returns a graph made from the one that it gets, which it leaves as it is. ``effect`` in a line. A pass
-    that needs facts, such as measured seconds, is made by a function that is given them.
-
-    A vertex that the captured step names (an input, an output, a gradient) keeps its id, and every kernel its call.
-    """
+    that needs facts, such as measured seconds, is made by a function that is given them. A vertex that the captured
+    step names (an input, an output, a gradient) keeps its id, and every kernel its call."""
 
     name: str
     effect: str
@@ -35,11 +33,9 @@ class _Totals:
 
 @dataclass(frozen=True, slots=True)
 class AppliedPass:
-    """The effect of a pass on one graph.
-
-    ``changed``: number of vertices that were ``added``, ``removed``, or are at another place in the ``order``; of those
-    with another value of a field, under its name; of ``calls`` and ``spaces`` that differ.
-    """
+    """The effect of a pass on one graph. ``changed``: number of vertices that were ``added``, ``removed``, or are at
+    another place in the ``order``; of those with another value of a field, under its name; of ``calls`` and ``spaces``
+    that differ."""
 
     name: str
     effect: str

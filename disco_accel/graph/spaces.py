@@ -87,10 +87,8 @@ def with_devices(spaces: Iterable[Space], devices: Iterable[Space]) -> tuple[Spa
 
 
 def routes(spaces: Iterable[Space]) -> Callable[[int, int], Route]:
-    """The route of a copy by the ids of the two of ``spaces`` that it reads and writes.
-
-    A backing space that is not there is the host's memory; from the host to the host is ``TO_HOST``.
-    """
+    """The route of a copy by the ids of the two of ``spaces`` that it reads and writes. A backing space that is not
+    there is the host's memory; from the host to the host is ``TO_HOST``."""
     kinds = {space.id: space.kind for space in spaces}
 
     def route(source: int, target: int) -> Route:

@@ -117,11 +117,10 @@ class OpCall:
     """The call behind a KERNEL: the functional overload as captured, its arguments in schema order, defaults filled in.
 
     ``name`` is ``aten::mm``, ``overload`` is torch's Python spelling (``default``, ``Tensor``, ``dim_IntList``). A
-    number where the schema wants a Tensor is a wrapped number, as in ``x * 2``: it takes part in type promotion
-    as a Python scalar does. ``results`` has one entry per returned tensor in order; ``None`` where nobody reads it
-    and it owns no output.
-    ``module`` is the dotted path of the module that issued the op ("" if unknown), for messages. ``rng``: the op draws
-    random numbers.
+    number where the schema wants a Tensor is a wrapped number, as in ``x * 2``: it takes part in type promotion as a
+    Python scalar does. ``results`` has one entry per returned tensor in order; ``None`` where nobody reads it and it
+    owns no output. ``module`` is the dotted path of the module that issued the op ("" if unknown), for messages.
+    ``rng``: the op draws random numbers.
     """
 
     name: str
@@ -134,11 +133,9 @@ class OpCall:
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """``vertices`` in a topological order, which is the serial order V of the paper.
-
-    ``spaces``: the devices, and each backing space that is limited or that is not the host's memory. ``ops`` maps
-    KERNEL ids to their calls; it is empty for graphs that come from files.
-    """
+    """``vertices`` in a topological order, which is the serial order V of the paper. ``spaces``: the devices, and each
+    backing space that is limited or that is not the host's memory. ``ops`` maps KERNEL ids to their calls; it is empty
+    for graphs that come from files."""
 
     name: str
     spaces: tuple[Space, ...]

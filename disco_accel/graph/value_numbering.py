@@ -102,8 +102,7 @@ def _is_packed(dtype: str) -> bool:
 def clones(graph: TaskGraph) -> tuple[Clone, ...]:
     """Return the kernels of ``graph`` that dequantise a weight again, in their order. Their values are made from frozen
     inputs alone, some of them packed, and are larger than those, or unread. Each names the nearest earlier kernel that
-    it may be merged into: one that waits for the gate only if it does so itself.
-    """
+    it may be merged into: one that waits for the gate only if it does so itself."""
     numbering = _Numbering(graph).run()
     if not any(known.packed for known in numbering.of.values()):
         return ()
@@ -130,8 +129,7 @@ def clones(graph: TaskGraph) -> tuple[Clone, ...]:
 
 def dequantised(graph: TaskGraph) -> tuple[dict[int, tuple[int, ...]], Collection[int]]:
     """Return the kernels of dequantised weights that other kernels read, each with all of its makers in order, itself
-    last. The second result is the vertices with the same values in all steps, which are no such others.
-    """
+    last. The second result is the vertices with the same values in all steps, which are no such others."""
     numbering = _Numbering(graph).run()
     if not any(known.packed for known in numbering.of.values()):
         return {}, ()
@@ -159,8 +157,7 @@ def _makers(by_id: Mapping[int, Vertex], last: int) -> set[int]:
 
 def without(graph: TaskGraph, chosen: Iterable[Clone]) -> TaskGraph:
     """Return ``graph`` without the ``chosen`` ones of its ``clones`` and the kernels that only they read. Their readers
-    read the original, and wait by ``after`` for all that a clone waited for: nothing gets in front of the gate.
-    """
+    read the original, and wait by ``after`` for all that a clone waited for: nothing gets in front of the gate."""
     merged = {clone.vertex: original for clone, original in _merged(chosen)}
     return _Removal(graph, merged).run() if merged else graph
 

@@ -70,9 +70,8 @@ def overwrites(vertex: Vertex) -> Iterator[tuple[int, Ref]]:
 
 
 def lasting_versions(vertices: Iterable[Vertex]) -> Mapping[Ref, list[Ref]]:
-    """INPUT value that changes over steps → its versions in order, the first being the input itself.
-
-    ``vertices`` in a topological order, of a task graph or of a plan without its copies."""
+    """INPUT value that changes over steps → its versions in order, the first being the input itself. ``vertices`` in a
+    topological order, of a task graph or of a plan without its copies."""
     versions: dict[Ref, list[Ref]] = {}
     of: dict[Ref, list[Ref]] = {}
     for vertex in vertices:

@@ -41,9 +41,8 @@ class Measured:
     streams: int = 1
 
     def of(self, graph: TaskGraph) -> GraphCosts:
-        """The costs of ``graph``, whose kernels have no scratch yet. Raises CaptureError, ExecutionError.
-
-        Workspaces are those of the thread that measured and of each compute stream."""
+        """The costs of ``graph``, whose kernels have no scratch yet. Raises CaptureError, ExecutionError. Workspaces
+        are those of the thread that measured and of each compute stream."""
         records = record(graph, device=self.device, compute_threads=self.compute_threads)
         backend = backend_of(run_device(self.device))
         workspaces = (1 + self.streams) * backend.workspace_bytes()
@@ -53,11 +52,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Estimated:
-    """Seconds from the shapes of ops, scratch where it can be tried. ``kind``: cpu or cuda; no op of the step runs
-    on a GPU.
-
-    ``speed``: the device that seconds are estimated for (None: that of the kind's backend).
-    """
+    """Seconds from the shapes of ops, scratch where it can be tried. ``kind``: cpu or cuda; no op of the step runs on a
+    GPU. ``speed``: the device that seconds are estimated for (None: that of the kind's backend)."""
 
     kind: str
     speed: Speed | None = None

@@ -34,9 +34,7 @@ _WORKSPACE = 32 << 20
 @dataclass(frozen=True, slots=True)
 class _KnownScratch:
     """``sizes``: kernel to bytes of scratch, where it is known and not 0. ``workspaces``: bytes outside the arena.
-
-    ``unknown``: kernels whose scratch is not known; ``why``: one line for the user about them, "" if there are none.
-    """
+    ``unknown``: kernels whose scratch is not known; ``why``: one line for the user about them, "" if there are none."""
 
     sizes: Mapping[int, int]
     workspaces: int
@@ -58,10 +56,8 @@ def known_scratch(
     graph: TaskGraph, *, device: str, compute_threads: int | None = None, streams: int = 1
 ) -> _KnownScratch:
     """The scratch, as far as it is known, of the ops of ``graph``, unrecorded so far, on ``device`` (cpu or cuda).
-
     ``compute_threads`` as in ``record``; ``streams``: of the engine that will run it. Raises ExecutionError for an op
-    that no run could plan.
-    """
+    that no run could plan."""
     kernels = [v for v in graph.vertices if v.kind is VertexKind.KERNEL]
     backend = backend_of(torch.device(device))
     if backend.separate_memory:

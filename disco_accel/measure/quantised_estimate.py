@@ -82,11 +82,9 @@ class _Packed:
         return replace(self.graph, vertices=tuple(vertices), ops=self.ops)
 
     def _dequantised(self, source: int, reader: Vertex) -> Iterator[Vertex]:
-        """The kernels that dequantise a weight, the last of which has it.
-
-        They wait for the reader's other dependencies, as they do in the library: otherwise a runtime would dequantise
-        the weights of all layers at once.
-        """
+        """The kernels that dequantise a weight, the last of which has it. They wait for the reader's other
+        dependencies, as they do in the library: otherwise a runtime would dequantise the weights of all layers at
+        once."""
         makers = (maker for maker, _ in reader.inputs if maker in self.kernels)
         after = tuple(sorted({*reader.after, *makers}))
         refs = {part.suffix: (id_, part) for id_, part in self.parts[source]}

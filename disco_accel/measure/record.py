@@ -60,9 +60,7 @@ class OpRecord:
 @dataclass(frozen=True, slots=True)
 class _Signature:
     """All that a measurement depends on: the call over distinct input storages, and every storage's size in bytes.
-
-    ``kinds``: the types of the numbers, because 0, 0.0 and False are equal but not treated alike by an op.
-    """
+    ``kinds``: the types of the numbers, because 0, 0.0 and False are equal but not treated alike by an op."""
 
     call: OpCall
     kinds: tuple[type, ...]
@@ -192,10 +190,8 @@ def _kinds(args: tuple[Arg, ...]) -> Iterator[type]:
 
 
 def _sample_inputs(signature: _Signature, device: torch.device, ones: bool = False) -> list[torch.Tensor]:
-    """A buffer per input storage: normal numbers, random booleans, zeros for integers (valid as any index).
-
-    With ``ones``, for ops that refuse those: numbers from 0 to 1, and ones for integers (valid as any divisor).
-    """
+    """A buffer per input storage: normal numbers, random booleans, zeros for integers (valid as any index). With
+    ``ones``, for ops that refuse those: numbers from 0 to 1, and ones for integers (valid as any divisor)."""
     dtypes: dict[int, torch.dtype] = {}
     for arg in tensor_args(signature.call.args):
         dtypes.setdefault(arg.input, getattr(torch, arg.spec.dtype))
@@ -315,12 +311,7 @@ def rounded(seconds: float) -> float:
 
 
 def _try_out(
-    ops: OpTable,
-    signature: _Signature,
-    storages: list[int],
-    outputs: list[torch.Tensor],
-    reference: _Call,
-    name: str,
+    ops: OpTable, signature: _Signature, storages: list[int], outputs: list[torch.Tensor], reference: _Call, name: str
 ) -> tuple[int, tuple[tuple[_Allocation, ...], int]] | None:
     """The op number and allocations of the native out overload, if it gives the functional call's bits."""
     out_storages = {k: ops.add_fixed(buffer.data_ptr(), buffer.numel()) for k, buffer in enumerate(outputs)}

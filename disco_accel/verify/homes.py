@@ -27,10 +27,8 @@ def writes_home(plan: JudgedPlan, ref: Ref) -> bool:
 
 
 def check_homes(plan: JudgedPlan, order: Mapping[int, int], before: Claims, behind_gate: Set[int]) -> Mapping[Ref, Ref]:
-    """Claim that no home is written before its content was read.
-
-    Returns for each value whose home is written, its INPUT's, the swap-out that writes there last. Raises VerifyError.
-    """
+    """Claim that no home is written before its content was read. Returns for each value whose home is written, its
+    INPUT's, the swap-out that writes there last. Raises VerifyError."""
     readers = _home_readers(plan)
     has_gate = any(arrives_at_gate(vertex) for vertex in plan.graph.vertices)
     last: dict[Ref, Ref] = {}
@@ -55,10 +53,8 @@ def check_homes(plan: JudgedPlan, order: Mapping[int, int], before: Claims, behi
 
 
 def check_written_back(plan: JudgedPlan, home_writers: Mapping[Ref, Ref]) -> None:
-    """Raise VerifyError unless the next step finds each value that this one changed.
-
-    Residents of a plan that repeats are found on the device; its check is that of weights that do not change.
-    """
+    """Raise VerifyError unless the next step finds each value that this one changed. Residents of a plan that repeats
+    are found on the device; its check is that of weights that do not change."""
     readers = _home_readers(plan)
     for state, versions in plan.versions.items():
         stays = plan.mem.cyclic and state in plan.mem.slots and not readers[state]

@@ -17,7 +17,6 @@ from disco_accel.verify.occupants import Occupants
 
 def check_ranges_read(plan: JudgedPlan, vertex: Vertex, wanted: Sequence[Ref]) -> None:
     """Raise VerifyError unless the ranges that ``vertex`` reads of a value lie one behind the other and are all of it.
-
     The first of them takes the place of the value among the inputs; nothing else stands behind the inputs."""
     ranges: dict[Ref, list[Ref]] = {}
     for position, ref in enumerate(vertex.inputs):

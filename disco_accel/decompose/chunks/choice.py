@@ -121,11 +121,9 @@ def ranges_of(axes: Axes, part: Part) -> dict[int, Range] | None:
 
 
 class Choices:
-    """How kernels of ``graph`` run in chunks, ``count`` of them where a kernel is large.
-
-    A large kernel reads and makes more than ``large`` bytes besides weights, which each chunk needs whole, or makes a
-    value of more than ``value`` bytes. ``fakes`` tell how results lie. ``to_user``: vertices of the user's memory.
-    """
+    """How kernels of ``graph`` run in chunks, ``count`` of them where a kernel is large. A large kernel reads and makes
+    more than ``large`` bytes besides weights, which each chunk needs whole, or makes a value of more than ``value``
+    bytes. ``fakes`` tell how results lie. ``to_user``: vertices of the user's memory."""
 
     def __init__(
         self, graph: TaskGraph, count: int, large: int, value: int, fakes: Results, to_user: Collection[int]
@@ -168,10 +166,8 @@ class Choices:
     def _chosen(
         self, vertex: Vertex, call: OpCall, loops: Loops, cuts: Mapping[Ref, Cut], traits: _KernelTraits
     ) -> ChunkedKernel | None:
-        """The best way to run ``vertex`` in chunks, the values of ``cuts`` being so; None if there is none.
-
-        One that is not large only follows its inputs, without copies.
-        """
+        """The best way to run ``vertex`` in chunks, the values of ``cuts`` being so; None if there is none. One that is
+        not large only follows its inputs, without copies."""
         ways: list[tuple[int, int, ChunkedKernel]] = []
         for parts in self._candidates(vertex, call, loops, cuts, traits):
             made = self._made(vertex, call, loops, parts, traits)

@@ -18,10 +18,8 @@ from disco_accel.graph.values import overwrites
 @dataclass(frozen=True)
 class StepInChunks:
     """``captured`` in chunks. ``of``: vertex → the one of the whole step whose work it does, or a part of it.
-
     ``kernels`` of the whole step run in chunks; ``sums`` of them are added up over the chunks, so that they round
-    otherwise than in one piece; ``most``: chunks that one has.
-    """
+    otherwise than in one piece; ``most``: chunks that one has."""
 
     captured: CapturedStep
     of: Mapping[int, int]
@@ -35,8 +33,7 @@ def in_chunks(
 ) -> StepInChunks:
     """``captured`` with large kernels in ``count`` chunks, as far as ops allow; kernels between two of them follow. A
     large kernel reads and makes more than ``large`` bytes, or makes a value of more than ``value`` (None: the same).
-    Weights do not count: each chunk needs them whole. ``device``: where the step runs.
-    """
+    Weights do not count: each chunk needs them whole. ``device``: where the step runs."""
     graph = captured.graph
     to_user = {binding.vertex for binding in captured.bindings if binding.source is InputSource.OUTSIDE}
     fakes, value = fake_results(device), large if value is None else value

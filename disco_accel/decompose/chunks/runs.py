@@ -26,11 +26,8 @@ def runs_of(
     graph: TaskGraph, chunked: Mapping[int, ChunkedKernel], weights: Collection[int] = (), most: int = 0
 ) -> list[Run]:
     """Return all vertices but INPUTs, as runs in an order that keeps every dependency. One without members is of whole
-    vertices alone.
-
-    ``most``: bytes of ``weights``, by vertex, that the kernels of a run may need together. Each chunk needs them anew,
-    and those that do not stay are loaded for every chunk.
-    """
+    vertices alone. ``most``: bytes of ``weights``, by vertex, that the kernels of a run may need together. Each chunk
+    needs them anew, and those that do not stay are loaded for every chunk."""
     sizes = {(vertex.id, k): size for vertex in graph.vertices for k, size in enumerate(vertex.sizes)}
     runs = list[Run]()
     for run in _Runs(graph, chunked).made():

@@ -10,17 +10,7 @@ from dataclasses import dataclass, replace
 from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource, ValueBinding
 from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.decompose.tensor.local_graph import ALL_GATHER, ALL_REDUCE, OfRank
-from disco_accel.graph.taskgraph import (
-    Arg,
-    OpCall,
-    OpResult,
-    Ref,
-    TaskGraph,
-    TensorArg,
-    TensorSpec,
-    Vertex,
-    VertexKind,
-)
+from disco_accel.graph.taskgraph import Arg, OpCall, OpResult, Ref, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 from disco_accel.graph.traits import MADE_FOREIGN
 from disco_accel.graph.values import host_copy_exists, is_handed_out, overwrites
 

@@ -95,10 +95,8 @@ def _log_softmax_backward(local: LocalGraph, call: Call) -> RankValue:
 
 
 def _targets(local: LocalGraph, target: RankValue, ignored: int, count: int) -> RankValue:
-    """``target`` counted from the rank's first token; tokens of others and ignored ones are ``_NOBODY``.
-
-    An index that is no token's stays so, and fails on rank 0 as it would on one device.
-    """
+    """``target`` counted from the rank's first token; tokens of others and ignored ones are ``_NOBODY``. An index that
+    is no token's stays so, and fails on rank 0 as it would on one device."""
     mine, foreign = _of_rank(local, target, count)
     kept = local.emit(_ATEN.masked_fill.Scalar, RankValue(mine, REPLICATED), RankValue(foreign, REPLICATED), _NOBODY)
     skipped = local.emit(_ATEN.eq.Scalar, target, ignored)
