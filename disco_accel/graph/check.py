@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -10,7 +11,6 @@ from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import Edge
 from disco_accel.graph.spaces import HOST, is_backing
-from disco_accel.graph.stable_order import stable_order
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import BROUGHT, MADE_FOREIGN, Arrival
@@ -31,10 +31,23 @@ def dependencies(vertex: Vertex) -> list[int]:
 
 def stable_topological_order(vertices: Sequence[Vertex], edges: Iterable[Edge] = ()) -> list[Vertex] | None:
     """Return ``vertices`` so that each follows its dependencies, moving none without need; None if there is a cycle.
-    ``edges`` are further pairs of ids; all ids must exist."""
-    pairs = [(dep, vertex.id) for vertex in vertices for dep in dependencies(vertex)]
-    places = stable_order([vertex.id for vertex in vertices], [*pairs, *edges])
-    return None if places is None else [vertices[place] for place in places]
+    ``edges`` are further pairs of ids; all ids must exist. A topological order comes back unchanged."""
+    place = {vertex.id: at for at, vertex in enumerate(vertices)}
+    successors: list[list[int]] = [[] for _ in vertices]
+    waiting = [0] * len(vertices)
+    for before, then in (*((dep, vertex.id) for vertex in vertices for dep in dependencies(vertex)), *edges):
+        successors[place[before]].append(place[then])
+        waiting[place[then]] += 1
+    ready = [at for at, count in enumerate(waiting) if count == 0]
+    order: list[Vertex] = []
+    while ready:
+        at = heapq.heappop(ready)
+        order.append(vertices[at])
+        for successor in successors[at]:
+            waiting[successor] -= 1
+            if waiting[successor] == 0:
+                heapq.heappush(ready, successor)
+    return order if len(order) == len(vertices) else None
 
 
 def after_gate(vertices: Sequence[Vertex], edges: Iterable[Edge] = ()) -> set[int]:

@@ -22,8 +22,7 @@ from disco_accel.graph.graph_json import (
     taskgraph_to_object,
 )
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.strict_json import an_object, plain, shown
-from disco_accel.graph.strict_json import parse_json as parse_json
+from disco_accel.graph.strict_json import an_object, parse_json, plain, shown
 from disco_accel.graph.taskgraph import TaskGraph
 
 MAX_FILE_BYTES = 1 << 30

@@ -102,5 +102,3 @@ MADE = Traits(arrival=Arrival.MADE)
 
 MADE_FOREIGN = Traits(_Lifetime.STEP, Access.FOREIGN, Arrival.MADE)
 """Written by a transfer to the user's memory: gradients for an optimizer on the host."""
-
-TRAITS = (BROUGHT, LATE, FROZEN, HOST_UPDATED, STATE, HOST_UPDATED_STATE, FOREIGN, LATE_FOREIGN, MADE_FOREIGN)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from disco_accel.errors import GraphFileError
-from disco_accel.graph.files import parse_json
+from disco_accel.graph.strict_json import parse_json
 from disco_accel.plan.cache_folder import ForeignFolder, Unusable, own_folder, read_private, remove_oldest, write_file
 from disco_accel.selfcheck.outcome import Outcome
 
