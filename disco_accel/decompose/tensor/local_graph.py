@@ -167,9 +167,13 @@ class LocalGraph:
         node.meta = {**self.source.meta, "val": val}
         return node
 
-    def emit_call(self, call: Call) -> fx.Node:
-        """``call`` as it is, on the rank's tensors."""
-        return self.emit(call.target, *call.args, **call.kwargs)
+    def value(self, placement: Placement, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> RankValue:
+        """Add a call on the rank's tensors; its result has ``placement``."""
+        return RankValue(self.emit(target, *args, **kwargs), placement)
+
+    def called(self, call: Call, placement: Placement) -> RankValue:
+        """Add ``call`` as it is, on the rank's tensors; its result has ``placement``."""
+        return self.value(placement, call.target, *call.args, **call.kwargs)
 
     def items(self, node: fx.Node, placements: Sequence[Placement]) -> tuple[RankValue | None, ...]:
         """The results of a call that has several, as they lie; None for a result that is no tensor."""
@@ -211,7 +215,7 @@ class LocalGraph:
     def all_reduce(self, value: RankValue, op: str) -> fx.Node:
         """The sum, or the max, of the ranks' tensors, in the order of their numbers."""
         if not _fills_memory(value.tensor):
-            value = RankValue(self.emit(_ATEN.clone.default, value, memory_format=torch.contiguous_format), PARTIAL)
+            value = self.value(PARTIAL, _ATEN.clone.default, value, memory_format=torch.contiguous_format)
         return self._collective(ALL_REDUCE, value, op, value.tensor.shape, tuple(value.tensor.stride()))
 
     def gathered(self, value: RankValue) -> fx.Node:
@@ -245,7 +249,7 @@ class LocalGraph:
             )
         part = length // self.ranks
         begin, end = OfRank(0, part), OfRank(part, part)
-        return RankValue(self.emit(_ATEN.slice_copy.Tensor, value, shard.dim, begin, end, 1), shard)
+        return self.value(shard, _ATEN.slice_copy.Tensor, value, shard.dim, begin, end, 1)
 
     def placeholder(self, node: fx.Node, shard: Shard) -> RankValue:
         """An input of which each rank has a part, contiguous."""
@@ -256,7 +260,7 @@ class LocalGraph:
 
 
 def _fills_memory(tensor: torch.Tensor) -> bool:
-    # A kernel's whole result: what is sent from rank to rank is the storage.
+    # A kernel's whole result: ranks send each other its storage.
     whole = tensor.numel() * tensor.element_size() == storage_bytes(tensor)
     return whole and tensor.storage_offset() == 0 and dense(tensor_spec(tensor))
 

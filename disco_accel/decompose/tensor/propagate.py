@@ -99,7 +99,7 @@ class _Propagation:
             made = self._local.graph.node_copy(call.node, lambda node: self._value(node).node)
             made.meta = dict(call.node.meta)
         else:
-            made = self._local.emit_call(call)
+            made = self._local.emit(call.target, *call.args, **call.kwargs)
         if isinstance(made.meta["val"], torch.Tensor):
             return RankValue(made, REPLICATED)
         return self._local.items(made, [REPLICATED] * len(made.meta["val"]))

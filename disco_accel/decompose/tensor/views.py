@@ -29,7 +29,7 @@ def _rule(of: Of) -> Callable[[LocalGraph, Call], Result]:
         if value.placement == PARTIAL and any(isinstance(filler, float) and filler for filler in call.args[2:]):
             # Each rank would pad with another number than zero.
             value = local.whole(value)
-            return RankValue(local.emit(call.target, value, *call.args[1:], **call.kwargs), REPLICATED)
+            return local.value(REPLICATED, call.target, value, *call.args[1:], **call.kwargs)
         if value.placement == PARTIAL:
             return local.view_of_partial(value, lambda it: local.emit(call.target, it, *call.args[1:], **call.kwargs))
         assert isinstance(value.placement, Shard)
@@ -37,7 +37,7 @@ def _rule(of: Of) -> Callable[[LocalGraph, Call], Result]:
         if made is None:
             raise call.refusal("goes along the dimension that is cut")
         shard, arguments = made
-        return RankValue(local.emit(call.target, value, *arguments, **call.kwargs), shard)
+        return local.value(shard, call.target, value, *arguments, **call.kwargs)
 
     return rule
 
