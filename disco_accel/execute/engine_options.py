@@ -105,22 +105,13 @@ def engine_settings(options: EngineOptions) -> dict[str, float]:
     host_threads = torch.get_num_threads() if options.host_threads is None else options.host_threads
     if threads < 1 or host_threads < 1 or options.compute_streams < 1:
         raise ConfigError("compute_threads, host_threads and compute_streams are at least 1")
-    settings = {
-        "dispatch": float(dispatches[options.dispatch]),
-        "seed": float(options.seed),
-        "lookahead": float(options.lookahead),
-        "copy_piece": float(copy_piece(options)),
-        "stall_timeout": options.stall_timeout,
-        "time_ops": float(options.time_ops),
-        "compute_threads": float(threads),
-        "compute_streams": float(options.compute_streams),
-        "inline_compute": float(options.inline_compute),
-        "host_threads": float(host_threads),
-        "link_jitter": options.link_jitter,
-        "link_jitter_seed": float(options.link_jitter_seed),
+    computed = {
+        "dispatch": dispatches[options.dispatch],
+        "copy_piece": copy_piece(options),
+        "compute_threads": threads,
+        "host_threads": host_threads,
     }
-    assert tuple(settings) == OPTIONS
-    return settings
+    return {name: float(computed.get(name, getattr(options, name))) for name in OPTIONS}
 
 
 def copy_piece(options: EngineOptions) -> int:

@@ -246,22 +246,18 @@ def _steady(ops: OpTable, op: int, name: str) -> _Call:
 
 
 def _measure(signature: _Signature, name: str, device: torch.device) -> OpRecord:
-    try:
-        return _measure_on(_sample_inputs(signature, device), signature, name, device)
-    except DiscoError:
-        raise
-    except Exception as first:
-        if is_shortage(first):
-            raise
+    failures: list[Exception] = []
+    for ones in (False, True):
         try:
-            return _measure_on(_sample_inputs(signature, device, ones=True), signature, name, device)
+            return _measure_on(_sample_inputs(signature, device, ones), signature, name, device)
         except DiscoError:
             raise
-        except Exception as second:
-            if is_shortage(second):
+        except Exception as error:
+            if is_shortage(error):
                 raise
-            summary = str(first).strip().split("\n")[0]
-            raise CaptureError(f"measuring {name} failed: {summary}; it cannot be planned") from first
+            failures.append(error)
+    summary = str(failures[0]).strip().split("\n")[0]
+    raise CaptureError(f"measuring {name} failed: {summary}; it cannot be planned") from failures[0]
 
 
 def _measure_on(inputs: list[torch.Tensor], signature: _Signature, name: str, device: torch.device) -> OpRecord:
