@@ -138,7 +138,7 @@ class _Parts:
     def _sums(
         self, values: Sequence[ValueBinding], *, out: bool, leaving: Mapping[Ref, Vertex] | None = None
     ) -> tuple[list[Vertex], tuple[ValueBinding, ...]]:
-        """Kernels that add up each of ``values`` over the parts, the first two first; and what they make."""
+        """Kernels that add up each of ``values`` over the parts, the first two first, and the bindings of the sums."""
         made, bindings = list[Vertex](), list[ValueBinding]()
         for value in values:
             spec = value.spec

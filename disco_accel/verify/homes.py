@@ -43,7 +43,7 @@ def check_homes(plan: JudgedPlan, order: Mapping[int, int], before: Claims, behi
             raise VerifyError(f"{plan.name(writer)} overwrites {plan.name(state[0])} before it is handed out")
         former = last.get(state, state)
         for reader in readers[former]:
-            # A kernel reads what it writes over.
+            # A kernel reads the bytes that it writes over.
             if reader != writer:
                 before.claim(reader, writer, partial(_share, plan, reader, writer, state))
         if former != state and not readers[former]:

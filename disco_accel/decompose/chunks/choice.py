@@ -179,7 +179,7 @@ class Choices:
             if made.sums and not self._may_sum(made, traits):
                 continue
             ways.append((copied, read, made))
-        # Of ways that are about as good the first: what comes next follows the outermost dimensions.
+        # Of ways that are about as good the first: the next ops follow the outermost dimensions.
         least = min((read for _, read, _ in ways), default=0)
 
         def rank(way: tuple[int, int, ChunkedKernel]) -> tuple[bool, bool, bool, int, bool]:

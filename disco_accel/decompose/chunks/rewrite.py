@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -299,12 +300,9 @@ class Rewriting:
             k, found, ranges = parts[0]
             assert found is not None
             return (chunks.refs[k], found) if not ranges else None
-        itemsize = getattr(torch, spec.dtype).itemsize
         dims = [d for d, (n, s) in enumerate(zip(spec.shape, spec.stride, strict=True)) if n > 1 and s]
         dims.sort(key=lambda d: -spec.stride[d])
-        size = itemsize
-        for d in dims:
-            size *= spec.shape[d]
+        size = math.prod(spec.shape[d] for d in dims) * getattr(torch, spec.dtype).itemsize
         if size >= sum(self._size(each) for each in chunks.refs):
             return None
         cut_dims = {d for _, _, ranges in parts for d in ranges or ()}
@@ -338,9 +336,7 @@ class Rewriting:
         self, ref: Ref, refs: Sequence[Ref], seen: Sequence[TensorArg], dim: int, spec: TensorSpec
     ) -> int:
         old = self._old[ref[0]]
-        size = getattr(torch, spec.dtype).itemsize
-        for n in spec.shape:
-            size *= n
+        size = elements(spec) * getattr(torch, spec.dtype).itemsize
         call = _cat(seen, dim, spec, self.graph.ops[old.id].module)
         return self._add_kernel(old, call, refs, size)
 

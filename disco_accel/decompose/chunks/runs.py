@@ -100,7 +100,7 @@ class _Runs:
             elif not self._open:
                 self._done.append(Run(before=[vertex]))
             elif any(True for _ in overwrites(vertex)):
-                # Readers of what it overwrites come before it: none may move behind.
+                # Readers of the value that it overwrites come before it: none may move behind.
                 self._close()
                 self._done.append(Run(before=[vertex]))
             elif any(each in self._open or each in self._late for each in dependencies(vertex)):

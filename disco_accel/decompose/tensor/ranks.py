@@ -95,7 +95,7 @@ class _Ranks:
             elif call.name in (_REDUCE, _GATHER):
                 self._exchange(vertex, call)
             elif call.rng is not None or any(self._is_once(ref[0]) for _, ref in overwrites(vertex)):
-                # Drawn once, as on one device; the others get what rank 0 drew, and made of it in place.
+                # Drawn once, as on one device; the others get the result of rank 0, with its changes in place.
                 self._once(vertex, call)
             else:
                 for rank in range(self._ranks):
