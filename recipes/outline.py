@@ -15,7 +15,7 @@ from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.errors import ConfigError
-from disco_accel.graph.traits import FOREIGN, RENEWED
+from disco_accel.graph.traits import FOREIGN, HOST_UPDATED
 from disco_accel.integrate.hf.batch_parts import in_parts
 from disco_accel.integrate.hf.generate_prefill import generating_model
 from disco_accel.integrate.hf.kv_cache import room_to_fill
@@ -121,7 +121,7 @@ def _step_outline(
     batch = meta_batch(recipe)
     sizes = TrainedBytes.of(model)
     home = OptimizerHome.DEVICE if config is None else home_by_size(config, sizes, budget())
-    trained = RENEWED if home is OptimizerHome.HOST else FOREIGN
+    trained = HOST_UPDATED if home is OptimizerHome.HOST else FOREIGN
     contexts = hf_contexts(model, batch)
     fitted = in_parts(model, FittedBatch(batch), parts) if parts > 1 else FittedBatch(batch)
     if isinstance(fitted, str):

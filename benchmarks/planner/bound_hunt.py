@@ -26,7 +26,7 @@ from disco_accel.simulate.simulator import Link, Machine, Simulator
 from disco_accel.verify.static import verify
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
 from tests.support.graphs.weight_chains import tight_chain
-from tests.support.plans.renewed_plans import RENEWED_SHAPES
+from tests.support.plans.host_updated_plans import HOST_UPDATED_SHAPES
 from tests.support.plans.state_plans import TIMED_SHAPES
 
 PARTS = tuple(field.name for field in fields(Bound) if field.name != "lp_reload_bytes")
@@ -36,7 +36,7 @@ SHAPES = (
     Shape(vertices=48, devices=2),
     Shape(gate=False, keep=0.3),
     Shape(vertices=12, inplace=0.4),
-    *RENEWED_SHAPES,
+    *HOST_UPDATED_SHAPES,
     *TIMED_SHAPES,
 )
 _EXACT = 1e-9

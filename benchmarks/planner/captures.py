@@ -22,7 +22,7 @@ from benchmarks.common.shapes import PRESETS, Shape, llama
 from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.graph.files import write_taskgraph
 from disco_accel.graph.taskgraph import TaskGraph
-from disco_accel.graph.traits import RENEWED
+from disco_accel.graph.traits import HOST_UPDATED
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.measure.costs import Estimated
 from disco_accel.recipes.loading import checkpoint_activations
@@ -117,7 +117,7 @@ def full_outline(work: Workload) -> Outline:
     checkpoint_activations(model)
     ids = torch.zeros((work.batch, work.tokens), dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids.clone(), "num_items_in_batch": torch.tensor(1)}
-    captured = capture_step(model, batch, contexts=hf_contexts(model, batch), name="full", trained=RENEWED)
+    captured = capture_step(model, batch, contexts=hf_contexts(model, batch), name="full", trained=HOST_UPDATED)
     return Outline(captured, model, batch, optimizer=OptimizerHome.HOST)
 
 

@@ -46,9 +46,9 @@ def chain_of(graph: TaskGraph, machine: Machine) -> Chain:
     """
     if len(graph.devices) != 1:
         raise PlanError(f"'{plain(graph.name)}' has {len(graph.devices)} devices; a chain of layers has one")
-    if (renewed := next((vertex for vertex in graph.vertices if not outlives_step(vertex)), None)) is not None:
+    if (host_updated := next((vertex for vertex in graph.vertices if not outlives_step(vertex)), None)) is not None:
         raise PlanError(
-            f"{called(renewed)}: is renewed by the host between two steps, and a chain's weights are frozen"
+            f"{called(host_updated)}: is updated by the host between two steps, and a chain's weights are frozen"
         )
     demand = requirements_of(graph, machine, None)
     clean = [page for page in demand.swappable if page.starts_on_host]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from disco_accel.graph.op_traits import Overwrite, op_traits
+from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec, Vertex, tensor_args
 
 
@@ -33,9 +33,9 @@ def overwritable(
 
 
 def _is_safe(call: OpCall, spec: TensorSpec) -> bool:
-    overwrite = op_traits(call.name).overwrite
-    if overwrite is not Overwrite.LAST_DIM or not spec.shape:
-        return overwrite is Overwrite.POINTWISE
+    traits = op_traits(call.name)
+    if not traits.row_by_row or not spec.shape:
+        return traits.pointwise
     # dim is the first plain number: after the tensors, before flags and dtypes.
     dim = next(arg for arg in call.args if isinstance(arg, int) and not isinstance(arg, bool))
     last = len(spec.shape) - 1

@@ -157,7 +157,7 @@ def capture_step(
     ``outputs``: fields of the model's output, or dotted paths into them such as ``hidden_states.2``. The first
     ``differentiated`` are those that the user differentiates: ``loss``, which is alone then, or tensors such as
     ``logits``; the others can be read alone. A tensor that a model returns alone stands for the first. ``trained``: the
-    traits of trained weights, RENEWED where an optimizer changes them in host memory. ``rewrite``: after tracing.
+    traits of trained weights, HOST_UPDATED where an optimizer changes them in host memory. ``rewrite``: after tracing.
 
     Works on fake twins on ``device``, where the step will run, because PyTorch chooses kernels by device; neither
     weights nor batch are read, and a model built on ``meta`` will do. ``forward`` is traced in place of

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from disco_accel.capture.captured_step import CapturedStep, InputSource, ValueBinding
-from disco_accel.decompose.fastest_way import fastest_plan, fastest_with_room
 from disco_accel.decompose.layers import placements, way_fits
 from disco_accel.decompose.neighbours import from_neighbours, weights_fit
 from disco_accel.decompose.spread import SpreadGraph, spread
+from disco_accel.errors import BudgetTooSmall, ConfigError
 from disco_accel.graph.passes import AppliedPass, applied_pass
 from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.plan import make_plan
+from disco_accel.plan.common.justified_runs import shortest_run
 from disco_accel.plan.common.serial_orders import unlimited_run
+from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.quick_plan import quick_seconds
+from disco_accel.plan.search_work import SearchWork
 from disco_accel.simulate.machine import Machine
+from disco_accel.simulate.simulator import simulate
 
 _GAIN = 0.98
-"""Weights come from neighbours where that is simulated to take less than so many times what loads of each device do."""
+"""Weights come from neighbours where that step is simulated to take less than this share of one with own loads."""
+_AT_ONCE = 1.1
+"""Seconds of all devices' kernels over those of the step, below which devices work one after the other."""
+_SHORTER = 0.99
+"""A step with layers in turn must take less than this share of one in a row: more values go from device to device."""
+
+Ways = Sequence[Callable[[], SpreadGraph]]
+"""Layers in a row first, then in shorter and shorter runs in turn."""
 
 
 def over_devices(
@@ -65,7 +78,7 @@ def over_devices(
 
 def _faster_neighbours(done: SpreadGraph, machine: Machine) -> SpreadGraph | None:
     """``done`` with weights from neighbours, if that is faster. BUILDMEMGRAPH cannot say: it offloads such copies to
-    make room for loads, and takes twice as long for what the timed planner does faster."""
+    make room for loads, and its step takes twice as long where the timed planner's is faster."""
     sent = from_neighbours(done, machine)
     if sent is None:
         return None
@@ -97,3 +110,35 @@ def _followed(captured: CapturedStep, done: SpreadGraph) -> CapturedStep:
         outputs=at_home(captured.outputs),
         gradients=at_home(captured.gradients),
     )
+
+
+def fastest_with_room(ways: Ways, machine: Machine) -> SpreadGraph:
+    """Return the step with the shortest runs if it is faster with memory for everything than that in a row, or the next
+    that is. A step with one device at work at a time stays in a row: nothing is faster then."""
+    row = ways[0]()
+    run = unlimited_run(row.graph, machine)
+    at_work = sum(seconds for lane, seconds in run.busy.items() if lane.startswith("compute"))
+    if at_work < _AT_ONCE * run.makespan or len(ways) == 1:
+        return row
+    in_a_row = shortest_run(row.graph, machine).makespan
+    for way in reversed(ways[1:]):
+        dealt = way()
+        if shortest_run(dealt.graph, machine).makespan < _SHORTER * in_a_row:
+            return dealt
+    return row
+
+
+def fastest_plan(ways: Ways, machine: Machine) -> SpreadGraph:
+    """Return the step with the fastest plan of BUILDMEMGRAPH, which plans in a tenth of the timed planner's time. Where
+    it has no plans, the step with the shortest runs, which uses most links at once."""
+    spreads = [way() for way in ways]
+    best, fastest = spreads[-1], float("inf")
+    for each in spreads:
+        with suppress(BudgetTooSmall, ConfigError, Infeasible):
+            plan = make_plan(
+                each.graph, planner="build", cyclic=True, machine=machine, work=SearchWork(names_needed=False)
+            )
+            seconds = simulate(plan, machine).makespan
+            if seconds < fastest:
+                best, fastest = each, seconds
+    return best

@@ -1,4 +1,4 @@
-"""Layers in a row: each device has a run of them, and what goes from layer to layer goes from device to device."""
+"""Layers in a row: each device has a run of them, and values go from device to device."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from disco_accel.simulate.machine import Machine
 def layer_of_kernels(graph: TaskGraph) -> dict[int, int]:
     """Kernel → the number of its layer, in the order in which the forward gets to them.
 
-    Layers are the numbered modules of the container that takes most of the step's time, ``model.layers`` say. What
-    comes before the first belongs to it; what comes behind the last, such as the head and the loss, is one layer more.
-    Other kernels are of the layer that made the newest value that they read. Without such modules all are of layer 0.
+    Layers are the numbered modules of the container that takes most of the step's time, ``model.layers`` say. Kernels
+    before the first belong to it; those behind the last, such as the head and the loss, are one layer more. Other
+    kernels are of the layer that made the newest value that they read. Without such modules all are of layer 0.
     """
     tagged = _numbered(graph)
     last = max(tagged.values(), default=0)
@@ -70,7 +70,7 @@ def _numbered(graph: TaskGraph) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What one layer asks of its device: ``seconds`` of kernels, ``weights`` bytes, ``times`` that they are read."""
+    """A layer's load on its device: ``seconds`` of kernels, bytes of ``weights``, ``times`` that they are read."""
 
     seconds: float
     weights: int

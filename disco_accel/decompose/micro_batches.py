@@ -40,14 +40,9 @@ class StepOnParts:
 def on_parts(
     captured: CapturedStep, count: int, divided: Collection[str], itemsize: Callable[[str], int]
 ) -> StepOnParts:
-    """``captured``, a training step on the first of ``count`` parts of a batch, on all of them.
-
-    ``divided``: names of the batch whose rows are shared out; the parts have the others together, and all weights.
-    ``itemsize``: bytes of an element by dtype.
-
-    Raises:
-        CaptureError: the step returns more than a loss, or its backward draws random numbers.
-    """
+    """``captured``, a training step on the first of ``count`` parts of a batch, on all of them. ``divided``: names of
+    the batch whose rows are shared out; the parts have the others together, and all weights. ``itemsize``: bytes of an
+    element by dtype. Raises CaptureError: the step returns more than a loss, or its backward draws random numbers."""
     made = _Parts(captured, count, divided, itemsize)
     effect = f"the same kernels for each of {count} parts of the batch; sums of losses and gradients"
     graph, bindings = made.graph(), tuple(made.bindings)
@@ -143,7 +138,7 @@ class _Parts:
     def _sums(
         self, values: Sequence[ValueBinding], *, out: bool, leaving: Mapping[Ref, Vertex] | None = None
     ) -> tuple[list[Vertex], tuple[ValueBinding, ...]]:
-        """Kernels that add up each of ``values`` over the parts, the first two first; and what they make."""
+        """Kernels that add up each of ``values`` over the parts, the first two first, and the bindings of the sums."""
         made, bindings = list[Vertex](), list[ValueBinding]()
         for value in values:
             spec = value.spec

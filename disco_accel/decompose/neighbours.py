@@ -1,4 +1,4 @@
-"""Weights from a neighbour: what several devices read is loaded by one of them, and sent to the others.
+"""Weights from a neighbour: one of several devices that read a weight loads it, and sends it to the others.
 
 Copies between devices may be far faster than loads, and the links of all devices load side by side: each brings its
 share of the weights, in place of all weights for itself.
@@ -21,8 +21,8 @@ from disco_accel.graph.values import may_leave, never_changes
 from disco_accel.simulate.machine import Machine
 
 _AHEAD = 16
-"""A device holds copies from its neighbours that take one part in so many of its memory before the kernels that read
-them have run, and as much again between two kernels that read the same copy."""
+"""One part in so many of a device's memory holds copies from neighbours ahead of their first readers, and as much again
+holds them between two readers."""
 
 _LATENCIES = 2.0
 """A weight whose load takes fewer times the latency of its link is loaded by each device."""
@@ -32,9 +32,9 @@ def from_neighbours(done: SpreadGraph, machine: Machine) -> SpreadGraph | None:
     """``done`` with one home for each frozen weight that several devices read, and transfers from there.
 
     Homes are shared out so that each device loads as many bytes as the others. Another device gets a weight where its
-    first reader needs it, and again where other weights of more than a share of its memory have been read since; each
-    copy waits for a kernel that comes not long before its first reader, or memory would be full of what is sent too
-    early. None where no weight has several readers, or where copies between devices are slower than loads.
+    first reader needs it, and again once it has read other weights of more than a share of its memory. Each copy waits
+    for a kernel shortly before its first reader, or early copies would fill the memory. None where no weight has
+    several readers, or where copies between devices are slower than loads.
     """
     shared = _shared_weights(done, machine)
     if not shared or machine.link(BETWEEN_DEVICES).bandwidth < machine.link(TO_DEVICE).bandwidth:
@@ -68,8 +68,8 @@ def _shared_weights(done: SpreadGraph, machine: Machine) -> dict[int, dict[int, 
 
 @dataclass
 class _Copy:
-    """``ref``: what a device was sent of a ``size`` of bytes, and kernel ``first`` read first. ``at``: bytes that the
-    device had been sent, this included, when it was last read."""
+    """``ref``: a value of ``size`` bytes that a device was sent; kernel ``first`` was its first reader. ``at``: bytes
+    that the device had been sent, this included, when it was last read."""
 
     ref: Ref
     size: int
@@ -145,8 +145,8 @@ class _Sending:
         return made.ref
 
     def _not_before(self, reader: Vertex, size: int) -> tuple[int, ...]:
-        """What a copy of ``size`` bytes for ``reader`` waits for: the first reader of the last copy that is not ahead
-        of that one."""
+        """The dependencies of a copy of ``size`` bytes for ``reader``: the first reader of the last copy that is not
+        ahead of it."""
         for copy in reversed(self._copies[reader.space]):
             size += copy.size
             if size > self._ahead[reader.space] and copy.first != reader.id:

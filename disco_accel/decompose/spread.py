@@ -51,7 +51,7 @@ class _Spreading:
     copies: dict[int, int] = field(default_factory=dict)
     home: dict[Ref, Ref] = field(default_factory=dict)
     there: dict[tuple[Ref, int], Ref] = field(default_factory=dict)
-    """What stands for a value on another device than its own."""
+    """Value and another device → its copy there."""
 
     def __post_init__(self) -> None:
         self.hosts = host_devices(self.graph.devices)
@@ -107,7 +107,7 @@ class _Spreading:
         return self.device_of.get(vertex.id, self.first) if vertex.kind is VertexKind.KERNEL else self.first
 
     def _add(self, vertex: Vertex) -> None:
-        """Put ``vertex`` at the end. What the user gets of it follows to the first device, and with it the flags."""
+        """Put ``vertex`` at the end. Values for the user follow to the first device, with the flags."""
         gets = [(vertex.id, k) for k in range(len(vertex.sizes)) if (vertex.id, k) in self.handed_out]
         flagged = vertex.out or vertex.keep
         away = flagged and gets and vertex.space not in (self.first, *self.hosts)
@@ -130,7 +130,7 @@ class _Spreading:
         return self.fresh - 1
 
     def _on(self, ref: Ref, device: int) -> Ref:
-        """``ref`` as ``device`` reads it. Kernels of host devices read what lies at a home there."""
+        """``ref`` as ``device`` reads it. Kernels of host devices read values at their homes."""
         vertex = self.by_id[ref[0]]
         if self.placed[vertex.id] == device or (device in self.hosts and host_copy_exists(vertex)):
             return ref

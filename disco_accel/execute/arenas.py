@@ -35,14 +35,10 @@ def places_of(memgraph: MemGraph, devices: Sequence[torch.device]) -> dict[int, 
 
 
 def arenas_of(
-    memgraph: MemGraph,
-    given: torch.Tensor | Mapping[int, torch.Tensor] | None,
-    places: Mapping[int, torch.device],
+    memgraph: MemGraph, given: torch.Tensor | Mapping[int, torch.Tensor] | None, places: Mapping[int, torch.device]
 ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
     """One arena for each device of the plan, and those of host devices that were made here and that nobody has pinned.
-
-    ``places``: where each is, by id. Raises ExecutionError for one that is too small or elsewhere.
-    """
+    ``places``: where each is, by id. Raises ExecutionError for one that is too small or elsewhere."""
     if isinstance(given, torch.Tensor):
         given = {_only(memgraph): given}
     arenas, on_host = {}, []

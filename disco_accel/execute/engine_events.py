@@ -1,4 +1,4 @@
-"""What a traced step tells of each vertex."""
+"""The events of a traced step, one for each vertex."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Event:
 
     Times are seconds from begin: ``ready`` when its last predecessor ended (look-ahead may issue a kernel before that),
     ``issue`` when the engine handed it to the device, which ran it from ``start`` to ``end``. A transfer is on the
-    ``p2p`` lane of the device that it reads from; one to a device in host memory is on the ``d2h`` lane of that one,
-    and one from there on the ``h2d`` lane of its target.
+    ``p2p`` lane of its source; one to a device in host memory is on the ``d2h`` lane of its source, one from there on
+    the ``h2d`` lane of its target.
     """
 
     vertex: int

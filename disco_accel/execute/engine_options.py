@@ -38,8 +38,8 @@ class EngineOptions:
     """Kernels queued on a stream beyond the running one; 0 launches after completion, as in the paper."""
     copy_piece: int | None = None
     """Bytes of the pieces in which a copy from or to the host is handed to its lane; 0 = copies are not cut. Behind
-    each piece the first ready copy goes on. None: 16 MiB on a GPU, on a throttled link of the host device what takes
-    a millisecond, and on an unthrottled one 0."""
+    each piece the first ready copy goes on. None: 16 MiB on a GPU, a millisecond's bytes on a throttled link of the
+    host device, 0 on an unthrottled one."""
     dispatch: str = "priority"
     """``priority``, ``random``, ``fixed``, or ``synchronous`` (one vertex at a time in serial order)."""
     seed: int = 0
@@ -54,7 +54,7 @@ class EngineOptions:
     link_jitter: float = 0.0
     """Host device only: each copy's time is multiplied by a random factor from 1 - link_jitter to 1 + link_jitter."""
     link_jitter_seed: int = 0
-    """Equal seeds disturb the same copies in the same way, whatever the order they run in."""
+    """Equal seeds disturb the same copies in the same way, in any order."""
     compute_threads: int | None = None
     """Intra-op threads of a compute stream; None = torch.get_num_threads()."""
     host_threads: int | None = None
@@ -104,22 +104,13 @@ def engine_settings(options: EngineOptions) -> dict[str, float]:
     host_threads = torch.get_num_threads() if options.host_threads is None else options.host_threads
     if threads < 1 or host_threads < 1 or options.compute_streams < 1:
         raise ConfigError("compute_threads, host_threads and compute_streams are at least 1")
-    settings = {
-        "dispatch": float(DISPATCHES.index(options.dispatch)),
-        "seed": float(options.seed),
-        "lookahead": float(options.lookahead),
-        "copy_piece": float(copy_piece(options)),
-        "stall_timeout": options.stall_timeout,
-        "time_ops": float(options.time_ops),
-        "compute_threads": float(threads),
-        "compute_streams": float(options.compute_streams),
-        "inline_compute": float(options.inline_compute),
-        "host_threads": float(host_threads),
-        "link_jitter": options.link_jitter,
-        "link_jitter_seed": float(options.link_jitter_seed),
+    computed = {
+        "dispatch": DISPATCHES.index(options.dispatch),
+        "copy_piece": copy_piece(options),
+        "compute_threads": threads,
+        "host_threads": host_threads,
     }
-    assert tuple(settings) == OPTIONS
-    return settings
+    return {name: float(computed.get(name, getattr(options, name))) for name in OPTIONS}
 
 
 def copy_piece(options: EngineOptions) -> int:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 
-from disco_accel.errors import DeviceLost, ExecutionError, Stalled
+from disco_accel.errors import ExecutionError, Stalled
 from disco_accel.execute.arenas import arena_bytes, arenas_of, places_of
-from disco_accel.execute.early_end import EngineError, bring_home
+from disco_accel.execute.early_end import HUNG, bring_home, failed_vertex, failure, last_error, stalled
 from disco_accel.execute.engine_events import Event, events_of
 from disco_accel.execute.engine_options import (
     DEFAULT_OPTIONS,
@@ -26,17 +27,17 @@ from disco_accel.execute.engine_options import (
     first_device,
 )
 from disco_accel.execute.final_location import FinalResidences
-from disco_accel.execute.program import Lowering, Memory, Tables, external_dtypes
+from disco_accel.execute.program import Memory, Tables, external_dtypes, lower
 from disco_accel.execute.state_homes import StateHomes, homes_of
-from disco_accel.execute.vertex_names import Describer, Unfinished
+from disco_accel.execute.vertex_names import Describer
 from disco_accel.graph.check import after_gate
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec, VertexKind
+from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec
 from disco_accel.host_limits import require_left
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.arena import alias, host_arena, touched_bytes
 from disco_accel.native.backend import backend_of
-from disco_accel.native.engine_class import Engine, make_engine, op_table
+from disco_accel.native.engine_class import Engine, OpTable, make_engine, op_table
 from disco_accel.native.engine_numbers import EngineStatus
 from disco_accel.native.extension import load_extension
 from disco_accel.native.host_memory import place_pages
@@ -49,11 +50,6 @@ _SLICE_SECONDS = 0.1
 """A wait returns to Python this often, so that Ctrl-C works."""
 _DRAIN_SECONDS = 5.0
 """That a step which has stalled is given to end."""
-_HUNG = "the device has not ended that work since, so this process cannot go on: end it and look at the device"
-_LOST = (
-    "after such an error CUDA refuses all further work of this process: start it again, from its last checkpoint. Set "
-    "CUDA_LAUNCH_BLOCKING=1 to learn which op it was, or run it under compute-sanitizer"
-)
 _loaded: weakref.WeakSet[Executor] = weakref.WeakSet()
 """Executors whose steps are ended before the interpreter goes down, after which nobody can."""
 
@@ -72,6 +68,59 @@ class _Externals:
     @property
     def storages(self) -> list[int]:
         return list(self.storage.values())
+
+
+class _KeptValues(dict[tuple[Ref, TensorSpec], torch.Tensor]):
+    """Kept values as tensors over the memory that they lie in after a step; each is looked up once."""
+
+    def __init__(self, graph: MemGraph, memory: Memory, states: StateHomes) -> None:
+        super().__init__()
+        self._graph, self._memory, self._states = graph, memory, states
+
+    @functools.cached_property
+    def _final(self) -> FinalResidences:
+        return FinalResidences(self._graph, self._states.planned)
+
+    def __missing__(self, key: tuple[Ref, TensorSpec]) -> torch.Tensor:
+        (ref, spec), memory = key, self._memory
+        where = self._final.of(ref)
+        if where.home is not None:
+            found = self._states.view(where.home, spec)
+        else:
+            arena = memory.host if where.device is None else memory.devices[where.device]
+            found = alias(arena, where.offset, where.size, spec)
+        self[key] = found
+        return found
+
+
+def _engine_of(
+    table: OpTable,
+    tables: Tables,
+    memory: Memory,
+    graph: MemGraph,
+    places: Mapping[int, torch.device],
+    settings: dict[str, float],
+    links: list[float],
+) -> Engine:
+    """The engine of the lowered plan ``tables``. Raises ExecutionError where it refuses them."""
+    try:
+        return make_engine(
+            table,
+            tables.vertices,
+            tables.edges,
+            tables.copied,
+            [memory.devices[device.id] for device in graph.devices],
+            memory.host,
+            list(memory.clean.values()),
+            list(memory.states.values()),
+            settings,
+            links,
+            ["" if device.is_host_device else str(places[device.id]) for device in graph.devices],
+        )
+    except (ValueError, RuntimeError) as error:
+        if is_shortage(error):
+            raise
+        raise ExecutionError(f"the plan cannot be run: {error}") from error
 
 
 class Executor:
@@ -98,22 +147,22 @@ class Executor:
         specs: Mapping[int, TensorSpec] | None = None,
     ) -> None:
         """``clean``: INPUT id to a 1-d uint8 tensor over its host bytes, kept alive. ``states``: the same over the home
-        of each value that steps change. Bytes of renewed inputs may be written to whenever no step is running: reloads
+        of each value that steps change. Bytes of host-updated inputs may be written while no step is running: reloads
         and kernels of host devices read them, and ``wait_end``, ``run_end`` and ``abandon`` return when all have ended.
         ``arena``: device memory from ``device_arena``, at least ``arena_bytes(memgraph)``, or device id to memory; own
-        ones where none is given. Executors may share one as long as one step runs at a time and ``invalidate`` is
-        called when another has used it in between; on CUDA one of a host device is the caller's to pin. ``names`` of
-        INPUT vertices are for messages. ``specs``: what external inputs look like; dtype, shape and strides are
-        checked. Without one the dtype is checked if all readers agree on it.
-        Raises ConfigError for a bad option and ExecutionError for a plan that lacks a call, an address or host bytes.
+        ones where none is given. Executors may share one if one step runs at a time and ``invalidate`` follows
+        another's use. On CUDA the caller pins an arena of a host device. ``names`` of INPUT vertices are for messages.
+        ``specs`` of external inputs: dtype, shape and strides are checked; without one the dtype is, if all readers
+        agree. Raises ConfigError for a bad option and ExecutionError for a plan that lacks a call, an address or host
+        bytes.
         """
         load_extension()
         count = sum(not device.is_host_device for device in memgraph.devices)
         settings, links = engine_settings(options), engine_links(options, count)
         device = first_device(options)
-        self._backend = backend_of(device)
-        self._backend.prepare()
-        devices = self._backend.others(options.devices, count)
+        backend = backend_of(device)
+        backend.prepare()
+        devices = backend.others(options.devices, count)
         self._backends = [backend_of(each) for each in dict.fromkeys(devices)]
         places = places_of(memgraph, devices)
         self._graph, self._options, self._pid = memgraph, options, os.getpid()
@@ -122,52 +171,24 @@ class Executor:
         arenas, made_here = arenas_of(memgraph, arena, places)
         require_left(memgraph.host.memory, "room for offloaded values")
         offloaded = host_arena(memgraph.host.memory)
-        if self._backend.separate_memory:
+        if backend.separate_memory:
             place_pages(offloaded, device)
         self._memory = Memory(arenas, offloaded, dict(clean), homes)
-        self._pinned = [self._backend.pin(memory) for memory in (self._memory.host, *made_here)]
-        self._table = op_table(device)
-        tables = Lowering(memgraph, ops, records, self._memory, self._table).run()
-        self._planned, self._planned_states = tables.planned, tables.states
+        self._pinned = [backend.pin(memory) for memory in (self._memory.host, *made_here)]
+        table = op_table(device)
+        tables = lower(memgraph, ops, records, self._memory, table)
+        self._planned = tables.planned
         self._states = StateHomes(tables.states, homes, self._memory.devices, self._describer, cyclic=memgraph.cyclic)
+        self._kept = _KeptValues(memgraph, self._memory, self._states)
         late = after_gate(memgraph.vertices, (*memgraph.data_edges, *memgraph.memory_edges))
         self._early = _Externals({k: s for k, s in tables.externals.items() if k not in late})
         self._late = _Externals({k: s for k, s in tables.externals.items() if k in late})
-        self._engine = self._engine_of(tables, places, settings, links)
+        with backend.current():
+            self._engine = _engine_of(table, tables, self._memory, memgraph, places, settings, links)
         self._expect_externals(tables.externals, external_dtypes(memgraph, ops), specs or {})
-        self._values: dict[tuple[Ref, TensorSpec], torch.Tensor] = {}
         self._running = False
         self._gate_open = False
         _loaded.add(self)
-
-    def _engine_of(
-        self, tables: Tables, places: Mapping[int, torch.device], settings: dict[str, float], links: list[float]
-    ) -> Engine:
-        """The engine of the lowered plan ``tables``. Raises ExecutionError where it refuses them."""
-        memory, devices = self._memory, self._graph.devices
-        try:
-            with self._backend.current():
-                return make_engine(
-                    self._table,
-                    tables.vertices,
-                    tables.edges,
-                    tables.copied,
-                    [memory.devices[device.id] for device in devices],
-                    memory.host,
-                    list(memory.clean.values()),
-                    list(memory.states.values()),
-                    settings,
-                    links,
-                    ["" if device.is_host_device else str(places[device.id]) for device in devices],
-                )
-        except (ValueError, RuntimeError) as error:
-            if is_shortage(error):
-                raise
-            raise ExecutionError(f"the plan cannot be run: {error}") from error
-
-    @functools.cached_property
-    def _final(self) -> FinalResidences:
-        return FinalResidences(self._graph, self._planned_states)
 
     @property
     def running(self) -> bool:
@@ -190,10 +211,8 @@ class Executor:
         self._wait(self._engine.wait_out, self._engine.run_out)
 
     def wait_out(self) -> None:
-        """Returns when every ``out`` vertex has finished. Raises ExecutionError or Stalled.
-
-        Ctrl-C abandons the step.
-        """
+        """Returns when every ``out`` vertex has finished. Raises ExecutionError or Stalled. Ctrl-C abandons the
+        step."""
         self._require_running()
         self._wait(self._engine.wait_out)
 
@@ -223,13 +242,11 @@ class Executor:
         self._finish()
 
     def abandon(self) -> None:
-        """Stops launching and waits for what runs. Does nothing when no step is running.
-
-        States are torn if a vertex that changes one was launched, also where the step has ended by now. Raises Stalled
-        when a device does not end its work; a later call finds out whether it has.
-        """
+        """Stops launching and waits for running vertices. Does nothing when no step is running. States are torn if a
+        vertex that changes one was launched, also where the step has ended by now. Raises Stalled when a device does
+        not end its work; a later call finds out whether it has."""
         if not self._end():
-            raise Stalled(f"the step before stopped making progress; {_HUNG}")
+            raise Stalled(f"the step before stopped making progress; {HUNG}")
 
     def _end(self) -> bool:
         """Whether the step that runs could be ended; if there is none, it could."""
@@ -238,15 +255,13 @@ class Executor:
         while self._running:
             if self._engine.abort(_SLICE_SECONDS):
                 self._finish(whole=False)
-            elif self._last_error().draining:
+            elif last_error(self._engine).draining:
                 return False
         return True
 
     def invalidate(self) -> None:
-        """The host bytes of clean inputs or the arena changed: residents are copied again before the next step.
-
-        Raises ExecutionError, and does nothing, while resident states are newer than their homes.
-        """
+        """The host bytes of clean inputs or the arena changed: residents are copied again before the next step. Raises
+        ExecutionError, and does nothing, while resident states are newer than their homes."""
         self._require_own_process()
         self._states.require_stored()
         self._engine.invalidate()
@@ -258,7 +273,7 @@ class Executor:
         self._states.store()
 
     def restore_states(self) -> None:
-        """The homes of all states hold right values: the next step starts with these. What the device has is dropped.
+        """The homes of all states hold right values: the next step starts with these. The device's copies are dropped.
         Call after writing to homes, and after a step that ended with some of its updates done."""
         self._require_idle()
         self._states.restore()
@@ -266,20 +281,9 @@ class Executor:
 
     def value(self, ref: Ref, spec: TensorSpec) -> torch.Tensor:
         """A kept value, or a state's last version, where it lies after the step (``out`` values: after ``wait_out``).
-
         It aliases memory that the next step writes: the caller clones. Raises ExecutionError when the plan does not
-        keep the value.
-        """
-        cached = self._values.get((ref, spec))
-        if cached is None:
-            where = self._final.of(ref)
-            if where.home is not None:
-                cached = self._states.view(where.home, spec)
-            else:
-                arena = self._memory.host if where.device is None else self._memory.devices[where.device]
-                cached = alias(arena, where.offset, where.size, spec)
-            self._values[ref, spec] = cached
-        return cached
+        keep the value."""
+        return self._kept[ref, spec]
 
     def add_leaving(self, values: Sequence[tuple[Ref, TensorSpec]]) -> int:
         """The number of a group of kept values (see ``value``) that ``leave`` copies out of the arena together."""
@@ -302,13 +306,12 @@ class Executor:
     def counters(self) -> dict[str, int | float]:
         """Sizes in bytes, seconds and counts of the last step. Call between steps; ``touched_bytes`` walks the pages.
 
-        Keys: steps, vertices, changes (vertices that change a state), arena_bytes, touched_bytes, host_bytes (arenas
-        of host devices too), offload_bytes to the host, reload_bytes from it, transfer_bytes between devices,
-        c10_allocations, planned_allocations,
-        step_seconds, gate_seconds (waiting for ``deliver``), op_seconds (inside ops on the engine's own thread),
-        engine_seconds (its own cost).
-        The last two are measured while tracing, or with ``time_ops``; where ops have threads of their own (several
-        devices or streams) they tell nothing.
+        Counts: steps, vertices, changes (vertices that change a state), c10_allocations, planned_allocations. Bytes:
+        arena_bytes, touched_bytes, host_bytes (arenas of host devices too), offload_bytes to the host, reload_bytes
+        from it, transfer_bytes between devices. Seconds: step_seconds, gate_seconds (waiting for ``deliver``),
+        op_seconds (inside ops on the engine's own thread), engine_seconds (its own cost). The last two are measured
+        while tracing, or with ``time_ops``; where ops have threads of their own (several devices or streams) they tell
+        nothing.
         """
         self._require_own_process()
         measured = self._engine.counters()
@@ -336,8 +339,7 @@ class Executor:
                     if self._pid == os.getpid():
                         self._states.store_if_whole()
             finally:
-                del self._engine, self._table, self._memory, self._states
-                self._values.clear()
+                del self._engine, self._memory, self._states, self._kept
 
     def __enter__(self) -> Executor:
         return self
@@ -373,7 +375,7 @@ class Executor:
         self._engine.release_externals()
         if whole:
             self._states.after_step()
-        elif self._planned_states.version:
+        elif self._states.planned.version:
             self._states.after_early_end(int(self._engine.counters()["changes"]))
         if self._states.loads_each_step:
             self._engine.invalidate()
@@ -421,7 +423,7 @@ class Executor:
         """After a step that ended early: see ``early_end.bring_home``."""
         self._require_idle()
         ran = [self._engine.ran(i) for i in range(len(self._graph.vertices))]
-        return bring_home(self._graph, self._planned_states, ran, self._memory.devices, self._states)
+        return bring_home(self._graph, ran, self._memory.devices, self._states)
 
     def ops_run_on_host(self) -> int:
         """Kernels of host devices that the last step has run to their end, a step that ended early included."""
@@ -430,41 +432,16 @@ class Executor:
 
     def failed_vertex(self) -> int | None:
         """Id of the vertex whose failure ended the last step; None if it was ended otherwise, or nobody knows."""
-        error = self._last_error()
-        known = error.status is EngineStatus.FAILED and error.position >= 0
-        return self._graph.vertices[error.position].id if known else None
+        return failed_vertex(last_error(self._engine), self._graph)
 
-    def _last_error(self) -> EngineError:
-        status, position, message, later, lost, draining, flying, flying_count, waits, waiting_count = (
-            self._engine.last_error()
-        )
-        left = Unfinished(flying, flying_count, list(zip(waits[::2], waits[1::2], strict=True)), waiting_count)
-        return EngineError(EngineStatus(status), position, message, later, lost, draining, left)
-
-    def _fail(self) -> None:
-        error = self._last_error()
-        if error.status is EngineStatus.STALLED:
-            told = f"{error.message}; {self._describer.stall(error.left)}"
+    def _fail(self) -> NoReturn:
+        error = last_error(self._engine)
+        if error.status == EngineStatus.STALLED:
             # A device that hangs may never end its work: it gets some time, and the user the account in any case.
-            ended = self._engine.abort(_DRAIN_SECONDS) and self._end()
-            hung = "" if ended else f"; {_HUNG}"
-            raise Stalled(f"the step stopped making progress: {told}{hung}")
+            raise stalled(error, self._describer, self._engine.abort(_DRAIN_SECONDS) and self._end())
         self._end()
         # Whether the device is lost is known when the step has drained.
-        error = self._last_error()
-        flying = self._describer.in_flight(error.left)
-        told = f"{error.message}; in flight: {flying}" if flying else error.message
-        if error.lost:
-            raise DeviceLost(f"{told}; {_LOST}")
-        if error.later:
-            raise ExecutionError(f"the step failed on the device: {told}")
-        if error.position < 0:
-            raise ExecutionError(f"the step was ended early: {error.message}")
-        vertex = self._graph.vertices[error.position]
-        # The op's own message already begins with its name and module.
-        is_kernel = vertex.kind is VertexKind.KERNEL
-        detail = error.message if is_kernel else f"{self._describer.what(vertex)}: {error.message}"
-        raise ExecutionError(f"vertex {vertex.id} failed: {detail}")
+        raise failure(last_error(self._engine), self._graph, self._describer)
 
 
 def _end_steps() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.planned_states import PlannedStates
@@ -14,12 +14,9 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 
 
-@dataclass(frozen=True, slots=True)
-class Residence:
-    """``size`` bytes at ``offset`` of the arena of ``device``, or of the host arena if that is None.
-
-    ``home``: of the home of that state instead.
-    """
+class _Residence(NamedTuple):
+    """``size`` bytes at ``offset`` of the arena of ``device``, or of the host arena if that is None. ``home``: of the
+    home of that state instead."""
 
     device: int | None
     offset: int
@@ -28,11 +25,9 @@ class Residence:
 
 
 class FinalResidences:
-    """The places that still hold values at the end of a step of ``graph``.
-
-    Any valid execution ends with the same contents, so the serial order tells: from its end backwards, a place holds
-    its value if no later vertex writes to its bytes. One pass finds that for all values.
-    """
+    """The places that still hold values at the end of a step of ``graph``. Any valid execution ends with the same
+    contents, so the serial order tells: from its end backwards, a place holds its value if no later vertex writes to
+    its bytes. One pass finds that for all values."""
 
     def __init__(self, graph: MemGraph, states: PlannedStates) -> None:
         self._graph, self._states = graph, states
@@ -67,24 +62,25 @@ class FinalResidences:
                 for _, space, begin, end in slots:
                     written[space].add(begin, end)
 
-    def of(self, ref: Ref) -> Residence:
-        """The place that still holds ``ref`` at the end: on the device if one does, else at home or in the host arena;
-        at home first of what a kernel has written there. Raises ExecutionError when the plan keeps no copy."""
+    def of(self, ref: Ref) -> _Residence:
+        """The place that still holds ``ref`` at the end: on the device if one does, else at home or in the host arena.
+        A version that a kernel has written at home is taken from there. Raises ExecutionError when the plan keeps no
+        copy."""
         states, size = self._states, self._vertices[ref[0]].sizes[ref[1]]
         state = states.state.get(ref)
-        home = None if state is None or states.at_home[state] != ref else Residence(None, 0, size, state)
+        home = None if state is None or states.at_home[state] != ref else _Residence(None, 0, size, state)
         if home is not None and ref in states.written:
             return home
         copies: Sequence[Vertex] = self._reloads.get(ref, ())
         for place in (ref, *((v.id, 0) for v in reversed(copies) if v.sizes[0] == size)):
             slot = self._graph.slots.get(place)
             if slot is not None and place in self._kept:
-                return Residence(slot.space, slot.offset, size)
+                return _Residence(slot.space, slot.offset, size)
         if home is not None:
             return home
         for offload in self._offloads.get(ref, ()):
             if (offload.id, 0) in self._kept:
-                return Residence(None, self._graph.slots[offload.id, 0].offset, offload.sizes[0])
+                return _Residence(None, self._graph.slots[offload.id, 0].offset, offload.sizes[0])
         raise ExecutionError(f"value {ref[1]} of vertex {ref[0]} is not kept by the plan")
 
 

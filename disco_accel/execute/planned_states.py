@@ -1,5 +1,4 @@
-"""What a plan does with values that live over steps and change (*states*): which version each copy holds, where the
-last one is when a step ends."""
+"""Values of a plan that live over steps and change (*states*): the version in each copy, the place of the last one."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ class PlannedStates:
     ``version``: value of the plan, copies included → version of a state that it holds. ``state``: version → its state.
     ``last``: state → its last version. ``at_home``: state → the version that its home holds when a step ends.
     ``unstored``: state → slot of the resident whose home does not hold the last version when a step ends.
-    ``written``: versions that kernels of host devices write at home. ``renewed``: states that the host uses between
-    two steps and kernels of other devices change.
+    ``written``: versions that kernels of host devices write at home. ``host_updated``: states that the host uses
+    between two steps and kernels of other devices change.
     """
 
     version: Mapping[Ref, Ref] = field(default_factory=dict)
@@ -32,7 +31,7 @@ class PlannedStates:
     at_home: Mapping[int, Ref] = field(default_factory=dict)
     unstored: Mapping[int, Slot] = field(default_factory=dict)
     written: frozenset[Ref] = frozenset()
-    renewed: frozenset[int] = frozenset()
+    host_updated: frozenset[int] = frozenset()
 
     def state_of(self, ref: Ref) -> int | None:
         """The state of which ``ref`` holds a version, None for another value."""
@@ -77,6 +76,6 @@ def planned_states(plan: MemGraph) -> PlannedStates:
                 f"the plan changes input {each}, which is not resident, and does not write the last version of it home"
             )
         unstored[each] = plan.slots[each, 0]
-    renewed = {v.id for v in plan.vertices if changes_over_steps(v) and not outlives_step(v)}
-    by_device = {s for s in renewed if last[s] != (s, 0) and last[s] not in written}
+    host_updated = {v.id for v in plan.vertices if changes_over_steps(v) and not outlives_step(v)}
+    by_device = {s for s in host_updated if last[s] != (s, 0) and last[s] not in written}
     return PlannedStates(version, state, last, at_home, unstored, written, frozenset(by_device))

@@ -1,4 +1,4 @@
-"""MemGraph to the engine's flat tables: where every value lives, what every kernel calls, what every copy moves."""
+"""MemGraph to the engine's flat tables: addresses of values, calls of kernels, ends of copies."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.planned_states import PlannedStates, planned_states
-from disco_accel.execute.used_at_home import UsedAtHome
+from disco_accel.graph.carried_values import taskgraph_of
 from disco_accel.graph.check import after_gate
 from disco_accel.graph.copies import is_resident_range, is_transfer, ranged_values, swaps_out
-from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.spaces import Routes
-from disco_accel.graph.taskgraph import OpCall, Ref, Vertex, VertexKind, tensor_args
+from disco_accel.graph.home_uses import HomeUses
+from disco_accel.graph.memgraph import MemGraph, Slot
+from disco_accel.graph.spaces import NAME_OF, routes
+from disco_accel.graph.taskgraph import OpCall, Ref, TaskGraph, Vertex, VertexKind, tensor_args
 from disco_accel.graph.values import (
     arrives_at_gate,
     changes_over_steps,
@@ -50,13 +51,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What the engine is built from.
-
-    int64 with the columns of ``native/engine_numbers.py``: ``vertices``, ``edges`` of positions, and ``copied``.
-    ``externals``: id of an external INPUT, or of a transfer to the user's memory, to its storage number in the op
-    table. ``planned`` allocations of one step.
-    ``states`` of the plan.
-    """
+    """The parts of an engine. int64 with the columns of ``native/engine_numbers.py``: ``vertices``, ``edges`` of
+    positions, and ``copied``. ``externals``: id of an external INPUT, or of a transfer to the user's memory, to its
+    storage number in the op table. ``planned`` allocations of one step. ``states`` of the plan."""
 
     vertices: torch.Tensor
     edges: torch.Tensor
@@ -66,8 +63,174 @@ class Tables:
     states: PlannedStates
 
 
-class Lowering:
-    """One pass over a MemGraph that fills the op table ``ops`` and the tables."""
+@dataclass(frozen=True, slots=True)
+class _Addresses:
+    """Addresses of a plan's values in its ``memory``, each checked to lie inside its slot and its arena."""
+
+    slots: Mapping[Ref, Slot]
+    vertices: Mapping[int, Vertex]
+    memory: Memory
+
+    def of(self, ref: Ref, nbytes: int, offset: int = 0) -> int:
+        """The address of ``nbytes`` bytes from ``offset`` on in the slot of ``ref``, all of them inside slot and arena.
+        No plan gets an address outside the memory that the engine was given."""
+        slot, size = self.slots.get(ref), self.vertices[ref[0]].sizes[ref[1]]
+        what = f"value {ref[1]} of vertex {ref[0]}"
+        if slot is None:
+            raise ExecutionError(f"{what} has no address in the plan")
+        if offset < 0 or offset + nbytes > size:
+            raise ExecutionError(f"{what}: bytes {offset} to {offset + nbytes} are used of a slot of {size}")
+        arena = self.memory.devices.get(slot.space)
+        if arena is None:
+            raise ExecutionError(f"{what} lies on device {slot.space}, of which there is no memory")
+        return _within(arena, slot.offset, size, what, f"device {slot.space}") + offset
+
+    def on_host(self, offload: int, nbytes: int) -> int:
+        slot = self.slots.get((offload, 0))
+        if slot is None:
+            raise ExecutionError(f"offload {offload} has no place in the host arena")
+        return _within(self.memory.host, slot.offset, nbytes, f"offload {offload}", "the host")
+
+    def clean_bytes(self, vertex: Vertex) -> int:
+        """The host's address of the bytes of a clean input that a reload copies or a resident range holds."""
+        source, nbytes = vertex.inputs[0][0], vertex.sizes[0]
+        held, what = self.memory.clean.get(source), vertex.op or vertex.kind.name.lower()
+        if held is None:
+            raise ExecutionError(f"{what} {vertex.id} reads vertex {source}, which has no host bytes")
+        if vertex.begin < 0 or vertex.begin + nbytes > held.numel() * held.element_size():
+            raise ExecutionError(
+                f"{what} {vertex.id} reads bytes {vertex.begin} to {vertex.begin + nbytes} of clean input {source}, "
+                "which has fewer"
+            )
+        return held.data_ptr() + vertex.begin
+
+    def home(self, state: int, user: Vertex) -> int:
+        """The address of a state's home, all of which ``user`` reads or writes."""
+        home = self.memory.states[state]
+        if user.sizes[0] != home.numel():
+            raise ExecutionError(
+                f"vertex {user.id} copies {user.sizes[0]} bytes of state {state}, which has {home.numel()}"
+            )
+        return home.data_ptr()
+
+    def home_of(self, vertex: int) -> torch.Tensor:
+        """Where the host has an INPUT."""
+        home = self.memory.states.get(vertex)
+        home = self.memory.clean.get(vertex) if home is None else home
+        if home is None or home.numel() != self.vertices[vertex].sizes[0]:
+            raise ExecutionError(f"input {vertex} is used where the host has it, but has no host bytes of its size")
+        return home
+
+
+def _within(arena: torch.Tensor, offset: int, nbytes: int, what: str, where: str) -> int:
+    """The address of ``nbytes`` bytes at ``offset`` of ``arena``. Raises ExecutionError unless all are inside."""
+    if offset < 0 or nbytes < 0 or offset + nbytes > arena.numel():
+        raise ExecutionError(
+            f"{what}: bytes {offset} to {offset + nbytes} are outside the {arena.numel()} bytes of {where}'s arena"
+        )
+    if offset % ALIGNMENT:
+        raise ExecutionError(f"{what}: offset {offset} in {where}'s arena is not a multiple of {ALIGNMENT}")
+    return arena.data_ptr() + offset
+
+
+class _Storages:
+    """Storages of a plan's values by their numbers in the op table ``ops``; kernels of host devices use some values at
+    their homes."""
+
+    def __init__(self, graph: MemGraph, ops: OpTable, addresses: _Addresses) -> None:
+        self._ops, self._addresses = ops, addresses
+        on_host = any(device.is_host_device for device in graph.devices)
+        task = taskgraph_of(graph) if on_host else TaskGraph(graph.name, (), ())
+        self._uses, self._task = HomeUses.of(task), {vertex.id: vertex for vertex in task.vertices}
+        self._held = ranged_values(graph)
+        self._numbers: dict[tuple[Ref, int], int] = {}
+        self._homes: dict[int, int] = {}
+        self.externals: dict[int, int] = {}
+        """Id of a vertex whose memory is the user's → its storage."""
+
+    def home_read(self, vertex: int, position: int) -> int | None:
+        """The INPUT at whose home a kernel uses its input at ``position``; None if it does so in its device's arena."""
+        reader = self._task.get(vertex)
+        if reader is None or position >= len(reader.inputs) or not self._uses.at_home(reader, reader.inputs[position]):
+            return None
+        return self._uses.homes[reader.inputs[position]][0]
+
+    def home_written(self, ref: Ref) -> int | None:
+        """The INPUT at whose home a kernel writes its output ``ref``; None if it does so in its device's arena."""
+        return self._uses.homes[ref][0] if ref in self._uses.written else None
+
+    def put(self, vertex: Vertex) -> None:
+        """Entries of the op table from now on are on the device of ``vertex``."""
+        if vertex.space in self._uses.hosts:
+            self._ops.set_host()
+            return
+        arena = self._addresses.memory.devices.get(vertex.space)
+        if arena is None:
+            raise ExecutionError(f"vertex {vertex.id} is on device {vertex.space}, of which there is no memory")
+        self._ops.set_device(str(arena.device))
+
+    def add_external(self, vertex: Vertex) -> int:
+        self.put(vertex)
+        storage = int(self._ops.add_external(vertex.sizes[0]))
+        self.externals[vertex.id] = self._numbers[(vertex.id, 0), 0] = storage
+        return storage
+
+    def read(self, vertex: Vertex, position: int) -> int:
+        """The storage that a kernel reads its input at ``position`` from."""
+        home = self.home_read(vertex.id, position)
+        if home is not None:
+            return self._home_storage(home)
+        return self._storage(vertex.inputs[position], self._ranges_behind(vertex, vertex.inputs[position]))
+
+    def written(self, vertex: Vertex, output: int) -> int:
+        """The storage that a kernel writes its output to."""
+        home = self.home_written((vertex.id, output))
+        return self._storage((vertex.id, output)) if home is None else self._home_storage(home)
+
+    def _ranges_behind(self, vertex: Vertex, first: Ref) -> int:
+        """Bytes that a kernel reads of a value behind its ``first`` range. Raises ExecutionError unless all ranges lie
+        in a row."""
+        if not self._held.get(first):
+            return 0
+        vertices = self._addresses.vertices
+        further = [ref for ref in vertex.inputs if vertices[ref[0]].begin and self._held[ref] == self._held[first]]
+        address, end = self._addresses.of(first, 0), vertices[first[0]].sizes[first[1]]
+        for ref in sorted(set(further), key=lambda ref: vertices[ref[0]].begin):
+            source = vertices[ref[0]]
+            if source.begin != end or self._addresses.of(ref, 0) != address + end:
+                raise ExecutionError(f"vertex {vertex.id} reads ranges of {self._held[first]} that do not lie in a row")
+            end += source.sizes[0]
+        if end != vertices[self._held[first][0]].sizes[self._held[first][1]]:
+            raise ExecutionError(f"vertex {vertex.id} reads {end} bytes of {self._held[first]}, which has more")
+        return end - vertices[first[0]].sizes[first[1]]
+
+    def _home_storage(self, vertex: int) -> int:
+        storage = self._homes.get(vertex)
+        if storage is None:
+            home = self._addresses.home_of(vertex)
+            storage = self._homes[vertex] = self._ops.add_fixed(home.data_ptr(), home.numel())
+        return storage
+
+    def _storage(self, ref: Ref, behind: int = 0) -> int:
+        """The storage of ``ref`` and of ``behind`` bytes that follow it."""
+        storage = self._numbers.get((ref, behind))
+        if storage is None:
+            nbytes = self._addresses.vertices[ref[0]].sizes[ref[1]]
+            storage = self._ops.add_fixed(self._addresses.of(ref, nbytes) if nbytes else 0, nbytes + behind)
+            self._numbers[ref, behind] = storage
+        return storage
+
+
+def lower(
+    graph: MemGraph, calls: Mapping[int, OpCall], records: Mapping[int, OpRecord], memory: Memory, ops: OpTable
+) -> Tables:
+    """Fill the op table ``ops`` for ``graph`` and return the tables. Raises ExecutionError naming the vertex whose
+    memory or call is missing."""
+    return _Lowering(graph, calls, records, memory, ops).run()
+
+
+class _Lowering:
+    """One pass over a MemGraph."""
 
     def __init__(
         self,
@@ -77,23 +240,18 @@ class Lowering:
         memory: Memory,
         ops: OpTable,
     ) -> None:
-        self._graph, self._calls, self._records, self._memory, self._ops = graph, calls, records, memory, ops
-        self._vertices = {v.id: v for v in graph.vertices}
+        self._graph, self._calls, self._records, self._ops = graph, calls, records, ops
+        self._addresses = _Addresses(graph.slots, {v.id: v for v in graph.vertices}, memory)
+        self._storages = _Storages(graph, ops, self._addresses)
         self._positions = {v.id: i for i, v in enumerate(graph.vertices)}
         self._devices = {device.id: i for i, device in enumerate(graph.devices)}
-        self._routes = Routes(graph.spaces)
+        self._route = routes(graph.spaces)
         self._copied: list[tuple[int, int, int]] = []
-        self._storages: dict[tuple[Ref, int], int] = {}
-        self._held = ranged_values(graph)
-        self._homes: dict[int, int] = {}
-        self._externals: dict[int, int] = {}
         self._planned = 0
         self._states = planned_states(graph)
-        self._at_home = UsedAtHome.of(graph)
         self._behind_gate = after_gate(graph.vertices, (*graph.data_edges, *graph.memory_edges))
 
     def run(self) -> Tables:
-        """Raises ExecutionError naming the vertex whose memory or call is missing."""
         rows = [self._row(vertex) for vertex in self._graph.vertices]
         index = self._positions
         edges = {(index[u], index[v]) for u, v in (*self._graph.data_edges, *self._graph.memory_edges)}
@@ -104,7 +262,7 @@ class Lowering:
         return Tables(
             torch.tensor(rows, dtype=torch.int64).reshape(-1, len(VERTEX_COLUMNS)),
             torch.tensor(waits, dtype=torch.int64).reshape(-1, len(EDGE_COLUMNS)),
-            self._externals,
+            self._storages.externals,
             torch.tensor(self._copied, dtype=torch.int64).reshape(-1, len(COPIED_COLUMNS)),
             self._planned,
             self._states,
@@ -130,16 +288,16 @@ class Lowering:
         return int(vertex.kind), device, lane, op, dst, src, nbytes, int(flags)
 
     def _reaches_host(self, vertex: Vertex) -> bool:
-        """Whether the vertex writes home what the host uses too: a caller who has the outputs finds that there."""
+        """Whether the vertex writes a host-updated state home, where a caller with the outputs finds it."""
         if not swaps_out(vertex) or vertex.id in self._behind_gate:
             return False
-        return not outlives_step(self._vertices[self._states.state[self._states.version[vertex.id, 0]]])
+        return not outlives_step(self._addresses.vertices[self._states.state[self._states.version[vertex.id, 0]]])
 
     def _lane(self, vertex: Vertex) -> tuple[int, int]:
         """Where the vertex runs: the position of a device, and which of its lanes a copy takes (-1: none)."""
         if vertex.kind is not VertexKind.COPY:
             return self._devices[vertex.space], -1
-        route = self._routes.route_name(vertex.source, vertex.space).upper()
+        route = NAME_OF[self._route(vertex.source, vertex.space)].upper()
         if route not in CopyLane.__members__:
             raise ExecutionError(
                 f"vertex {vertex.id} copies from space {vertex.source} to space {vertex.space}: the engine copies "
@@ -150,9 +308,13 @@ class Lowering:
 
     def _input(self, vertex: Vertex) -> tuple[int, int, int]:
         if is_resident_range(vertex):
-            return self._address((vertex.id, 0), vertex.sizes[0]), self._clean_bytes(vertex), vertex.sizes[0]
+            return (
+                self._addresses.of((vertex.id, 0), vertex.sizes[0]),
+                self._addresses.clean_bytes(vertex),
+                vertex.sizes[0],
+            )
         if is_foreign(vertex):
-            self._add_external(vertex)
+            self._storages.add_external(vertex)
             return 0, 0, 0
         if arrives_at_gate(vertex):
             raise ExecutionError(f"input {vertex.id} is late but not external: nobody can deliver it")
@@ -166,167 +328,56 @@ class Lowering:
         if changes_over_steps(vertex):
             if (vertex.id, 0) not in self._graph.slots:
                 return 0, 0, 0
-            return self._address((vertex.id, 0), vertex.sizes[0]), self._home(vertex.id, vertex), vertex.sizes[0]
-        held = self._memory.clean.get(vertex.id)
+            return (
+                self._addresses.of((vertex.id, 0), vertex.sizes[0]),
+                self._addresses.home(vertex.id, vertex),
+                vertex.sizes[0],
+            )
+        held = self._addresses.memory.clean.get(vertex.id)
         if held is None or held.numel() * held.element_size() != vertex.sizes[0]:
             got = "no host bytes" if held is None else f"{held.numel() * held.element_size()} host bytes"
             raise ExecutionError(f"clean input {vertex.id} needs {vertex.sizes[0]} host bytes, it was given {got}")
         if (vertex.id, 0) not in self._graph.slots:
             return 0, 0, 0
-        return self._address((vertex.id, 0), vertex.sizes[0]), held.data_ptr(), vertex.sizes[0]
-
-    def _put(self, vertex: Vertex) -> None:
-        """What is added to the op table from now on is where ``vertex`` is."""
-        if self._at_home.on_host(vertex):
-            self._ops.set_host()
-            return
-        arena = self._memory.devices.get(vertex.space)
-        if arena is None:
-            raise ExecutionError(f"vertex {vertex.id} is on device {vertex.space}, of which there is no memory")
-        self._ops.set_device(str(arena.device))
-
-    def _add_external(self, vertex: Vertex) -> int:
-        self._put(vertex)
-        storage = int(self._ops.add_external(vertex.sizes[0]))
-        self._externals[vertex.id] = self._storages[(vertex.id, 0), 0] = storage
-        return storage
+        return self._addresses.of((vertex.id, 0), vertex.sizes[0]), held.data_ptr(), vertex.sizes[0]
 
     def _copy(self, vertex: Vertex) -> tuple[int, int]:
         ref, nbytes = vertex.inputs[0], vertex.sizes[0]
         state = self._states.state_of((vertex.id, 0))
         if swaps_out(vertex):
-            home = self._host_address(vertex.id, nbytes) if state is None else self._home(state, vertex)
-            return home, self._address(ref, nbytes)
-        source = self._vertices[ref[0]]
+            home = self._addresses.on_host(vertex.id, nbytes) if state is None else self._addresses.home(state, vertex)
+            return home, self._addresses.of(ref, nbytes)
+        source = self._addresses.vertices[ref[0]]
         if is_transfer(vertex):
             return self._transfer(vertex, source)
-        target = self._address((vertex.id, 0), nbytes)
+        target = self._addresses.of((vertex.id, 0), nbytes)
         if state is not None:
-            return target, self._home(state, vertex)
+            return target, self._addresses.home(state, vertex)
         if swaps_out(source):
             if vertex.begin < 0 or vertex.begin + nbytes > source.sizes[0]:
                 raise ExecutionError(f"reload {vertex.id} reads bytes that offload {source.id} has not written")
-            return target, self._host_address(source.id, source.sizes[0]) + vertex.begin
-        return target, self._clean_bytes(vertex)
-
-    def _clean_bytes(self, vertex: Vertex) -> int:
-        """The host's address of the bytes of a clean input that a reload copies or a resident range holds."""
-        source, nbytes = vertex.inputs[0][0], vertex.sizes[0]
-        held, what = self._memory.clean.get(source), vertex.op or vertex.kind.name.lower()
-        if held is None:
-            raise ExecutionError(f"{what} {vertex.id} reads vertex {source}, which has no host bytes")
-        if vertex.begin < 0 or vertex.begin + nbytes > held.numel() * held.element_size():
-            raise ExecutionError(
-                f"{what} {vertex.id} reads bytes {vertex.begin} to {vertex.begin + nbytes} of clean input {source}, "
-                "which has fewer"
-            )
-        return held.data_ptr() + vertex.begin
+            return target, self._addresses.on_host(source.id, source.sizes[0]) + vertex.begin
+        return target, self._addresses.clean_bytes(vertex)
 
     def _transfer(self, vertex: Vertex, source: Vertex) -> tuple[int, int]:
         ref, nbytes, position = vertex.inputs[0], vertex.sizes[0], self._positions[vertex.id]
         addresses = [
-            0 if is_foreign(each) else self._address(place, nbytes)
+            0 if is_foreign(each) else self._addresses.of(place, nbytes)
             for each, place in ((vertex, (vertex.id, 0)), (source, ref))
         ]
         if is_foreign(source):
-            self._copied.append((self._externals[source.id], position, 0))
+            self._copied.append((self._storages.externals[source.id], position, 0))
         if is_foreign(vertex):
-            self._copied.append((self._add_external(vertex), position, 1))
+            self._copied.append((self._storages.add_external(vertex), position, 1))
         # Any address will do until the input is bound: nothing runs before.
         target, read = addresses
         return target or read, read or target
-
-    def _home(self, state: int, user: Vertex) -> int:
-        """The address of a state's home, all of which ``user`` reads or writes."""
-        home = self._memory.states[state]
-        if user.sizes[0] != home.numel():
-            raise ExecutionError(
-                f"vertex {user.id} copies {user.sizes[0]} bytes of state {state}, which has {home.numel()}"
-            )
-        return home.data_ptr()
-
-    def _host_address(self, offload: int, nbytes: int) -> int:
-        slot = self._graph.slots.get((offload, 0))
-        if slot is None:
-            raise ExecutionError(f"offload {offload} has no place in the host arena")
-        return _within(self._memory.host, slot.offset, nbytes, f"offload {offload}", "the host")
-
-    def _address(self, ref: Ref, nbytes: int, offset: int = 0) -> int:
-        """The address of ``nbytes`` bytes from ``offset`` on in the slot of ``ref``, all of them inside slot and arena.
-
-        Whatever made the plan: an address from here is never outside the memory that the engine was given.
-        """
-        slot, size = self._graph.slots.get(ref), self._vertices[ref[0]].sizes[ref[1]]
-        what = f"value {ref[1]} of vertex {ref[0]}"
-        if slot is None:
-            raise ExecutionError(f"{what} has no address in the plan")
-        if offset < 0 or offset + nbytes > size:
-            raise ExecutionError(f"{what}: bytes {offset} to {offset + nbytes} are used of a slot of {size}")
-        arena = self._memory.devices.get(slot.space)
-        if arena is None:
-            raise ExecutionError(f"{what} lies on device {slot.space}, of which there is no memory")
-        return _within(arena, slot.offset, size, what, f"device {slot.space}") + offset
-
-    def _home_of(self, vertex: int) -> torch.Tensor:
-        """Where the host has an INPUT."""
-        home = self._memory.states.get(vertex)
-        home = self._memory.clean.get(vertex) if home is None else home
-        if home is None or home.numel() != self._vertices[vertex].sizes[0]:
-            raise ExecutionError(f"input {vertex} is used where the host has it, but has no host bytes of its size")
-        return home
-
-    def _read(self, vertex: Vertex, position: int) -> int:
-        """The storage that a kernel reads its input at ``position`` from."""
-        home = self._at_home.read(vertex.id, position)
-        if home is not None:
-            return self._home_storage(home)
-        return self._storage(vertex.inputs[position], self._ranges_behind(vertex, vertex.inputs[position]))
-
-    def _ranges_behind(self, vertex: Vertex, first: Ref) -> int:
-        """How many bytes a kernel reads of a value besides those of its ``first`` range, behind which they lie.
-
-        Raises ExecutionError unless they do: whatever made the plan, a kernel finds the value that it names."""
-        if not self._held.get(first):
-            return 0
-        further = [
-            ref for ref in vertex.inputs if self._vertices[ref[0]].begin and self._held[ref] == self._held[first]
-        ]
-        address, end = self._address(first, 0), self._vertices[first[0]].sizes[first[1]]
-        for ref in sorted(set(further), key=lambda ref: self._vertices[ref[0]].begin):
-            source = self._vertices[ref[0]]
-            if source.begin != end or self._address(ref, 0) != address + end:
-                raise ExecutionError(f"vertex {vertex.id} reads ranges of {self._held[first]} that do not lie in a row")
-            end += source.sizes[0]
-        if end != self._vertices[self._held[first][0]].sizes[self._held[first][1]]:
-            raise ExecutionError(f"vertex {vertex.id} reads {end} bytes of {self._held[first]}, which has more")
-        return end - self._vertices[first[0]].sizes[first[1]]
-
-    def _written(self, vertex: Vertex, output: int) -> int:
-        """The storage that a kernel writes its output to."""
-        home = self._at_home.written((vertex.id, output))
-        return self._storage((vertex.id, output)) if home is None else self._home_storage(home)
-
-    def _home_storage(self, vertex: int) -> int:
-        storage = self._homes.get(vertex)
-        if storage is None:
-            home = self._home_of(vertex)
-            storage = self._homes[vertex] = self._ops.add_fixed(home.data_ptr(), home.numel())
-        return storage
-
-    def _storage(self, ref: Ref, behind: int = 0) -> int:
-        """The storage of ``ref`` and of ``behind`` bytes that follow it."""
-        storage = self._storages.get((ref, behind))
-        if storage is None:
-            nbytes = self._vertices[ref[0]].sizes[ref[1]]
-            storage = self._ops.add_fixed(self._address(ref, nbytes) if nbytes else 0, nbytes + behind)
-            self._storages[ref, behind] = storage
-        return storage
 
     def _kernel(self, vertex: Vertex) -> int:
         call, record = self._calls.get(vertex.id), self._records.get(vertex.id)
         if call is None or record is None:
             raise ExecutionError(f"kernel {vertex.id} ({vertex.op}) has no {'call' if call is None else 'record'}")
-        self._put(vertex)
+        self._storages.put(vertex)
         self._check_overwrites(vertex)
         try:
             op = self._add_call(vertex, call, record)
@@ -338,22 +389,22 @@ class Lowering:
         scratch = (vertex.id, len(vertex.sizes) - 1)
         for allocation in record.allocations:
             base = scratch if allocation.output is None else (vertex.id, allocation.output)
-            addresses.append(self._address(base, allocation.nbytes, allocation.offset))
+            addresses.append(self._addresses.of(base, allocation.nbytes, allocation.offset))
         self._ops.set_schedule(op, addresses, [a.nbytes for a in record.allocations])
         if record.loose_bytes:
             begin = record.scratch_bytes - record.loose_bytes
-            self._ops.set_loose(op, self._address(scratch, record.loose_bytes, begin), record.loose_bytes)
+            self._ops.set_loose(op, self._addresses.of(scratch, record.loose_bytes, begin), record.loose_bytes)
         self._planned += len(addresses)
         return int(op)
 
     def _check_overwrites(self, vertex: Vertex) -> None:
-        """An op in place writes to the memory that it reads, whatever the plan says of its outputs."""
+        """An op in place writes to the memory that it reads; the plan's address of its output must be that."""
         for output, position in vertex.inplace:
             nbytes, ref = vertex.sizes[output], vertex.inputs[position]
-            homes = self._at_home.written((vertex.id, output)), self._at_home.read(vertex.id, position)
+            homes = self._storages.home_written((vertex.id, output)), self._storages.home_read(vertex.id, position)
             if homes[0] is not None and homes[0] == homes[1]:
                 continue
-            if nbytes and self._address((vertex.id, output), nbytes) != self._address(ref, nbytes):
+            if nbytes and self._addresses.of((vertex.id, output), nbytes) != self._addresses.of(ref, nbytes):
                 raise ExecutionError(
                     f"kernel {vertex.id} writes output {output} over value {ref[1]} of vertex {ref[0]}, but has "
                     "another address for it"
@@ -361,10 +412,10 @@ class Lowering:
 
     def _add_call(self, vertex: Vertex, call: OpCall, record: OpRecord) -> int:
         def storage_of(position: int) -> int:
-            return self._read(vertex, position)
+            return self._storages.read(vertex, position)
 
         if record.native_out:
-            outputs = {r.output: self._written(vertex, r.output) for r in call.results if r is not None}
+            outputs = {r.output: self._storages.written(vertex, r.output) for r in call.results if r is not None}
             native = encode_out_call(call, storage_of, outputs)
             if native is None:
                 raise ExecutionError(f"{label(call)} was recorded with an out overload that this PyTorch lacks")
@@ -378,19 +429,10 @@ class Lowering:
                 self._ops.expect_result(op, ResultMode.IGNORED.value, ())
                 continue
             mode = ResultMode.PLACED if result.output in placed else ResultMode.COPIED
-            self._ops.expect_result(op, mode.value, encode_spec(self._written(vertex, result.output), result.spec))
+            self._ops.expect_result(
+                op, mode.value, encode_spec(self._storages.written(vertex, result.output), result.spec)
+            )
         return op
-
-
-def _within(arena: torch.Tensor, offset: int, nbytes: int, what: str, where: str) -> int:
-    """The address of ``nbytes`` bytes at ``offset`` of ``arena``. Raises ExecutionError unless all are inside."""
-    if offset < 0 or nbytes < 0 or offset + nbytes > arena.numel():
-        raise ExecutionError(
-            f"{what}: bytes {offset} to {offset + nbytes} are outside the {arena.numel()} bytes of {where}'s arena"
-        )
-    if offset % ALIGNMENT:
-        raise ExecutionError(f"{what}: offset {offset} in {where}'s arena is not a multiple of {ALIGNMENT}")
-    return arena.data_ptr() + offset
 
 
 def external_dtypes(graph: MemGraph, calls: Mapping[int, OpCall]) -> dict[int, str]:

@@ -4,7 +4,7 @@ A *state* is a value that lives over steps and changes. Its *home* is a range of
 the last version of a state at home, or on the device alone where the next step starts with it: then the home is older
 until ``Executor.store_states`` writes it.
 
-What the user writes to a home between steps:
+Bytes that the user writes to a home between steps:
 
 - of a state that is not resident: the next step reads it;
 - of a resident one: no step reads it, and it is overwritten in time, unless ``Executor.restore_states`` follows.
@@ -16,8 +16,8 @@ Kernels of a device that lies in host memory change states at their homes, where
 
 A step that changes states and ends early, by a failure, by ``abandon`` or by Ctrl-C, leaves *torn* states if a kernel
 or an offload that changes one was launched: steps are refused until ``Executor.restore_states``. On CUDA, homes should
-be pinned as the bytes of frozen inputs are (``HostMemory.pin``): copies from and to other memory are right too, but
-the engine launches nothing else until they have ended.
+be pinned as the bytes of frozen inputs are (``HostMemory.pin``): copies from and to other memory are right too, but the
+engine launches nothing else until they have ended.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def _home(vertex: Vertex, home: torch.Tensor | None, name: str) -> torch.Tensor:
 
 class StateHomes:
     """The states of one executor. ``homes``: 1-d uint8 host tensor by INPUT id, kept alive; ``arenas`` by device id.
-
-    ``cyclic``: a step ends with every resident in its place.
-    """
+    ``cyclic``: a step ends with every resident in its place."""
 
     def __init__(
         self,
@@ -85,7 +83,7 @@ class StateHomes:
         *,
         cyclic: bool,
     ) -> None:
-        self._planned, self._homes, self._describer = planned, homes, describer
+        self.planned, self._homes, self._describer = planned, homes, describer
         self._addresses = [home.data_ptr() for home in homes.values()]
         self._copies = {
             state: arenas[slot.space][slot.offset : slot.offset + homes[state].numel()]
@@ -106,7 +104,7 @@ class StateHomes:
             return
         if self._torn:
             raise StatesTorn(
-                f"the step before ended early, when it had begun to change {self._names(self._planned.changed())}: "
+                f"the step before ended early, when it had begun to change {self._names(self.planned.changed())}: "
                 "some updates of that step are done and others are not. Put right values into the homes of all "
                 "states, from a checkpoint, and call restore_states(), or make a new executor"
             )
@@ -128,10 +126,8 @@ class StateHomes:
 
     def after_early_end(self, changes: int) -> None:
         """A step has ended early, or was dropped by its caller; ``changes``: vertices launched that change a state.
-
         Without any, each resident that is newer than its home is still in its place: memory edges let nothing over it
-        before it was changed or stored.
-        """
+        before it was changed or stored."""
         if changes:
             self._torn = True
             self._forget_newer()
@@ -150,7 +146,7 @@ class StateHomes:
         """Write residents that are newer than their homes there. Raises StatesTorn after a torn step."""
         if self._torn:
             raise StatesTorn(
-                f"the step before ended early, when it had begun to change {self._names(self._planned.changed())}: "
+                f"the step before ended early, when it had begun to change {self._names(self.planned.changed())}: "
                 "what the device has of them is of no single step. Load a checkpoint and call restore_states()"
             )
         if not self.newer:
@@ -162,7 +158,7 @@ class StateHomes:
         self._forget_newer()
 
     def write(self, state: int, copy: torch.Tensor) -> None:
-        """Write what an arena has of ``state`` home."""
+        """Write ``copy``, in an arena, to the home of ``state``."""
         with torch.inference_mode():
             self._homes[state].copy_(copy)
 
@@ -172,7 +168,7 @@ class StateHomes:
             self.store()
 
     def restore(self) -> None:
-        """The homes hold right values, whatever the device has."""
+        """The homes hold right values; the device's copies are dropped."""
         self._torn = self._interrupted = False
         self._forget_newer()
 

@@ -1,9 +1,8 @@
-"""What messages call the vertices of a plan."""
+"""Names of a plan's vertices in messages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from disco_accel.graph.copies import kind_name, swaps
 from disco_accel.graph.memgraph import MemGraph
@@ -11,25 +10,9 @@ from disco_accel.graph.taskgraph import OpCall, Ref, Vertex, VertexKind
 from disco_accel.native.op_encoding import label
 
 
-@dataclass(frozen=True, slots=True)
-class Unfinished:
-    """Vertices that had not finished when a step ended early, by position in serial order.
-
-    ``in_flight``: the first of ``in_flight_count``. ``waiting``: the first of ``waiting_count`` that were not launched,
-    each with a predecessor that had not finished, -1 for none.
-    """
-
-    in_flight: Sequence[int]
-    in_flight_count: int
-    waiting: Sequence[tuple[int, int]]
-    waiting_count: int
-
-
 class Describer:
-    """Names vertices by id, op and module, copies by the value that they move.
-
-    ``names`` of INPUT vertices, such as the parameter that one holds; without one it is called by its ``op``.
-    """
+    """Names vertices by id, op and module, copies by the value that they move. ``names`` of INPUT vertices, such as the
+    parameter that one holds; without one it is called by its ``op``."""
 
     def __init__(self, graph: MemGraph, calls: Mapping[int, OpCall], names: Mapping[int, str]) -> None:
         self._order = graph.vertices
@@ -46,14 +29,13 @@ class Describer:
         return f"input {vertex} ({self._names[vertex]})" if vertex in self._names else f"input {vertex}"
 
     def external(self, vertex: int) -> str:
-        """What is bound to a vertex in each step: ``external input 3 (input_ids)``, or the memory that a transfer
-        writes to."""
+        """The user's memory of a vertex: ``external input 3 (input_ids)``, or the target of a transfer."""
         if self._vertices[vertex].kind is VertexKind.INPUT:
             return f"external {self.input(vertex)}"
         return f"the memory that vertex {vertex} ({self.what(self._vertices[vertex])}) writes to"
 
     def what(self, vertex: Vertex) -> str:
-        """What the vertex does, without its id."""
+        """The work of the vertex, without its id."""
         if vertex.kind is VertexKind.KERNEL:
             call = self._calls.get(vertex.id)
             return label(call) if call else vertex.op or "kernel"
@@ -61,20 +43,8 @@ class Describer:
             return f"input {self._names.get(vertex.id, vertex.op)}".strip()
         return f"{kind_name(vertex)} of {self._value(vertex.inputs[0])}"
 
-    def stall(self, left: Unfinished) -> str:
-        """Why a step makes no progress: ``in flight 1: vertex 7 (..); waiting 2: vertex 8 (..) for vertex 7 (..)``."""
-        waiting = (self.at(v) + (f" for {self.at(on)}" if on >= 0 else "") for v, on in left.waiting)
-        return (
-            f"in flight {left.in_flight_count}: {self.in_flight(left) or 'none'}; "
-            f"waiting {left.waiting_count}: {', '.join(waiting) or 'none'}"
-        )
-
-    def in_flight(self, left: Unfinished) -> str:
-        """The vertices in flight, one after the other; empty if there were none."""
-        return ", ".join(map(self.at, left.in_flight))
-
     def _value(self, ref: Ref) -> str:
-        """The value that a chain of copies carries, by who made it."""
+        """The value that a chain of copies carries, by its maker."""
         vertex = self._vertices[ref[0]]
         while swaps(vertex):
             ref = vertex.inputs[0]

@@ -1,1 +1,1 @@
-"""Task graphs and memory graphs: what they are, what makes them meaningful, how they are written to files."""
+"""Task graphs and memory graphs: data, rules and files."""

@@ -1,4 +1,4 @@
-"""From a plan back to its task graph: which value each copy holds."""
+"""From a plan back to its task graph: the value in each copy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from disco_accel.graph.values import host_copy_exists, lasting_versions
 
 
 def carried_values(plan: MemGraph) -> dict[Ref, Ref]:
-    """Return for each value of ``plan``, copies included, the task graph's value that it holds.
-
-    Raises PlanError naming a vertex if copies only copy each other.
-    """
+    """Return for each value of ``plan``, copies included, the task graph's value that it holds. Raises PlanError naming
+    a vertex if copies only copy each other."""
     by_id = {vertex.id: vertex for vertex in plan.vertices}
     carried: dict[Ref, Ref] = {}
     for vertex in plan.vertices:
@@ -34,8 +32,8 @@ def carried_values(plan: MemGraph) -> dict[Ref, Ref]:
 
 
 def inputs_held(plan: MemGraph) -> dict[Ref, int]:
-    """Return for each value of ``plan`` that is, or was made of, an input which the host has, that input: the input
-    itself, its copies, and what kernels have changed it to."""
+    """Return value of ``plan`` → the input that the host has of it: for inputs themselves, their copies and their
+    versions."""
     inputs = {(v.id, 0): v.id for v in plan.vertices if host_copy_exists(v) and not is_resident_range(v)}
     for state, versions in lasting_versions(taskgraph_of(plan).vertices).items():
         inputs.update(dict.fromkeys(versions, state[0]))

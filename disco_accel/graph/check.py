@@ -1,7 +1,8 @@
-"""What makes a TaskGraph meaningful: the rules a file must obey and a captured graph obeys by construction."""
+"""Rules of a TaskGraph: a file must obey them, a captured graph does by construction."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -10,7 +11,6 @@ from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import Edge
 from disco_accel.graph.spaces import HOST, is_backing
-from disco_accel.graph.stable_order import stable_order
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import MADE_FOREIGN, PER_STEP, Arrival
@@ -30,20 +30,29 @@ def dependencies(vertex: Vertex) -> list[int]:
 
 
 def stable_topological_order(vertices: Sequence[Vertex], edges: Iterable[Edge] = ()) -> list[Vertex] | None:
-    """Return ``vertices`` so that each follows what it depends on, moving none without need; None if there is a cycle.
-
-    ``edges`` are further pairs of ids; all ids must exist.
-    """
-    pairs = [(dep, vertex.id) for vertex in vertices for dep in dependencies(vertex)]
-    places = stable_order([vertex.id for vertex in vertices], [*pairs, *edges])
-    return None if places is None else [vertices[place] for place in places]
+    """Return ``vertices`` so that each follows its dependencies, moving none without need; None if there is a cycle.
+    ``edges`` are further pairs of ids; all ids must exist. A topological order comes back unchanged."""
+    place = {vertex.id: at for at, vertex in enumerate(vertices)}
+    successors: list[list[int]] = [[] for _ in vertices]
+    waiting = [0] * len(vertices)
+    for before, then in (*((dep, vertex.id) for vertex in vertices for dep in dependencies(vertex)), *edges):
+        successors[place[before]].append(place[then])
+        waiting[place[then]] += 1
+    ready = [at for at, count in enumerate(waiting) if count == 0]
+    order: list[Vertex] = []
+    while ready:
+        at = heapq.heappop(ready)
+        order.append(vertices[at])
+        for successor in successors[at]:
+            waiting[successor] -= 1
+            if waiting[successor] == 0:
+                heapq.heappush(ready, successor)
+    return order if len(order) == len(vertices) else None
 
 
 def after_gate(vertices: Sequence[Vertex], edges: Iterable[Edge] = ()) -> set[int]:
-    """Ids of ``late`` inputs and of all that comes after one, by value, ``after`` or ``edges``.
-
-    ``vertices`` must be in a topological order of all of these.
-    """
+    """Ids of ``late`` inputs and of all that comes after one, by value, ``after`` or ``edges``. ``vertices`` must be in
+    a topological order of all of these."""
     predecessors: dict[int, list[int]] = {}
     for before, then in edges:
         predecessors.setdefault(then, []).append(before)
@@ -130,7 +139,7 @@ def _check_references(vertex: Vertex, by_id: dict[int, Vertex]) -> None:
 
 
 def _check_devices(vertex: Vertex, by_id: dict[int, Vertex], home_uses: HomeUses) -> None:
-    """A kernel reads values of its own device; one of a host device also what lies at a home."""
+    """A kernel reads values of its own device; one of a host device also values at their homes."""
     for position, ref in enumerate(vertex.inputs):
         device = home_uses.device_of(ref, by_id[ref[0]])
         moves = vertex.kind is VertexKind.COPY
@@ -258,10 +267,8 @@ def _some_cycle(graph: TaskGraph) -> str:
 
 
 def largest_need(graph: TaskGraph, device: int) -> tuple[int, Vertex | None]:
-    """Return the most bytes that one vertex needs on ``device`` by itself, and the vertex.
-
-    Inputs and outputs together, rounded up to the alignment; output 0 costs nothing where it may lie on an input.
-    """
+    """Return the most bytes that one vertex needs on ``device`` by itself, and the vertex. Inputs and outputs together,
+    rounded up to the alignment; output 0 costs nothing where it may lie on an input."""
     unit = next(each.alignment for each in graph.devices if each.id == device)
     by_id = {vertex.id: vertex for vertex in graph.vertices}
     home_uses = HomeUses.of(graph)

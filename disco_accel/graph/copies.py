@@ -3,8 +3,8 @@
 A plan *swaps in* a value from a backing space and *swaps out* to one. A swap-in copies the bytes from ``begin`` on, as
 many as its size. A *resident range* is an INPUT that the plan adds: bytes from ``begin`` on of an input that never
 changes, which are on the device when a step starts. A kernel reads a value in ranges by naming the first in place of
-the value, and the others behind the inputs that it has in the graph; they lie side by side and are all of the value, so
-that its call finds the value at the offset of the first.
+the value, the others behind its inputs. They lie side by side and are all of the value, which begins at the offset of
+the first.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def is_transfer(vertex: Vertex) -> bool:
 
 
 def kind_name(vertex: Vertex) -> str:
-    """``input``, ``kernel``, or what people call a copy: ``reload`` and ``offload`` from and to a backing space,
-    ``transfer`` between devices."""
+    """``input``, ``kernel``, ``reload`` and ``offload`` from and to a backing space, ``transfer`` between devices."""
     if vertex.kind is VertexKind.COPY:
         return "reload" if swaps_in(vertex) else "offload" if swaps_out(vertex) else "transfer"
     return vertex.kind.name.lower()

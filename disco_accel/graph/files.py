@@ -22,8 +22,7 @@ from disco_accel.graph.graph_json import (
     taskgraph_to_object,
 )
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.strict_json import an_object, plain, shown
-from disco_accel.graph.strict_json import parse_json as parse_json
+from disco_accel.graph.strict_json import an_object, parse_json, plain, shown
 from disco_accel.graph.taskgraph import TaskGraph
 
 MAX_FILE_BYTES = 1 << 30
@@ -33,11 +32,9 @@ _HASHED = re.compile(r"\b1[0-9]{18}\b")
 
 
 def read_taskgraph(path: str | os.PathLike[str], names: IdNames | None = None) -> TaskGraph:
-    """Read a TASKGRAPH file. ``names``, if given, is filled with the ids that are strings.
-
-    Vertices come back in a topological order (the file's own where it is one). Raises GraphFileError, which names the
-    file, the vertex and the key.
-    """
+    """Read a TASKGRAPH file. ``names``, if given, is filled with the ids that are strings. Vertices come back in a
+    topological order (the file's own where it is one). Raises GraphFileError, which names the file, the vertex and the
+    key."""
     with _naming(path):
         return taskgraph_from_json(_load(path), names)
 

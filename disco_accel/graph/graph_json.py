@@ -31,7 +31,7 @@ _MAX_ID = 1 << 62
 _HANDED_OUT = ("out", "keep")
 
 _COPIES_1 = ("transfer", "offload", "reload")
-"""What version 1 calls copies: between devices, to the host, from the host."""
+"""Version 1's words for copies between devices, to the host, from the host."""
 
 _MARKS_1 = ("clean", "late", "external")
 _TRAITS_1 = {
@@ -41,7 +41,7 @@ _TRAITS_1 = {
     ("late", "external"): LATE_FOREIGN,
     (): PER_STEP,
 }
-"""Marks that an input of version 1 has → what they mean. Others contradict each other."""
+"""Marks of an input of version 1 → its traits. Others contradict each other."""
 
 _Word = TypeVar("_Word", bound=enum.StrEnum)
 
@@ -373,7 +373,7 @@ def _check_spaces(vertices: Iterable[Vertex], spaces: Iterable[Space], key: str)
 
 
 def _check_shapes(vertices: Sequence[Vertex]) -> None:
-    """Refuse what no plan can mean; whether it is the plan of a graph is for ``verify`` to say."""
+    """Refuse vertices that no plan can have; ``verify`` says whether it is the plan of a graph."""
     _check_total(vertices)
     by_id = {vertex.id: vertex for vertex in vertices}
     for vertex in vertices:

@@ -1,8 +1,8 @@
-"""Which values kernels use at their homes: those of a *host device*, whose arena lies in host memory.
+"""Values that kernels use at their homes: kernels of a *host device*, whose arena lies in host memory.
 
 A kernel there reads an input that the host has, and the versions of one that changes over steps, where they are: at
-home. What it writes over such an input is at home too, and a kernel on another device reads that after a swap-in.
-Nothing of it is swapped or given an offset for a host device.
+home. Its result over such an input is at home too, and a kernel on another device reads that after a swap-in. None of
+these values is swapped or given an offset for a host device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """MemGraph: the plan. A TaskGraph whose values have offsets, plus copies to and from backing spaces and memory edges.
 
-Whatever order a runtime picks, it is free of races as long as it respects ``data_edges`` and ``memory_edges``.
+It is free of races in every order that respects ``data_edges`` and ``memory_edges``.
 """
 
 from __future__ import annotations

@@ -12,16 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 
-class Overwrite(Enum):
-    """Which of its inputs an op may write its result over, without changing a bit."""
-
-    NEVER = "never"
-    POINTWISE = "pointwise"
-    """Any: an element is computed from the same elements of the inputs."""
-    LAST_DIM = "last_dim"
-    """Any, along a last dimension of stride 1: a row is read to its end before it is written."""
-
-
 class Arithmetic(Enum):
     """How many additions and multiplications a call makes; ``simulate/roofline.py`` has the formulas."""
 
@@ -40,11 +30,13 @@ class Arithmetic(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class OpTraits:
-    """What is known about one op."""
+class _OpTraits:
+    """Facts about one op."""
 
-    overwrite: Overwrite = Overwrite.NEVER
-    """Which inputs a plan may let the result replace."""
+    pointwise: bool = False
+    """An element is computed from the same elements of the inputs: a plan may let the result replace any of them."""
+    row_by_row: bool = False
+    """The same along a last dimension of stride 1: a row is read to its end before it is written."""
     same_calls: Mapping[str, tuple[str, str]] = field(default_factory=lambda: MappingProxyType({}))
     """Overload to the (name, overload) that ATen implements it by; that one has a native out overload."""
     resizes: bool = False
@@ -52,13 +44,13 @@ class OpTraits:
     fake_rule: bool = False
     """Torch's fake tensors refuse data types that the kernels take; ``capture/fake_kernels.py`` has a rule for it."""
     refused: str = ""
-    """Why a step with this op is not planned, and what to do; empty if it is."""
+    """Why a step with this op is not planned, and a remedy; empty if it is planned."""
     data_hint: str = "a planned step cannot branch on values (.item(), .tolist(), if tensor:, .nonzero())"
-    """What to do where the shapes of its results depend on values."""
+    """A remedy where the shapes of its results depend on values."""
     undefined_hint: str = ""
-    """What lets a step be planned whose reader needs a result that this op leaves undefined."""
+    """A remedy for a step that needs a result which this op leaves undefined."""
     scratch_by_value: bool = False
-    """What it allocates depends on the values that it is given; ``measure/dynamic_scratch.py`` bounds it."""
+    """Its allocations depend on the values that it is given; ``measure/dynamic_scratch.py`` bounds them."""
     arithmetic: Arithmetic = Arithmetic.NONE
     """For estimates of its duration."""
     gathers: bool = False
@@ -77,7 +69,7 @@ class OpTraits:
     the engine computes it itself."""
 
 
-_DEFAULT = OpTraits()
+_DEFAULT = _OpTraits()
 
 _CUDNN_ATTENTION = (
     "cuDNN's attention takes memory that a plan does not know; call attention as "
@@ -91,11 +83,9 @@ def _rows() -> Iterator[tuple[str, dict[str, Any]]]:
     yield from _all(
         "add sub mul div neg pow exp rsqrt reciprocal cos sin where masked_fill silu silu_backward gelu gelu_backward "
         "tanh tanh_backward sigmoid sigmoid_backward",
-        overwrite=Overwrite.POINTWISE,
+        pointwise=True,
     )
-    yield from _all(
-        "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data", overwrite=Overwrite.LAST_DIM
-    )
+    yield from _all("_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data", row_by_row=True)
     # ATen wraps the number of a Scalar overload and calls the Tensor one, or the other way round.
     for base in ("add", "sub", "mul", "div"):
         yield f"aten::{base}", {"same_calls": MappingProxyType({"Scalar": (f"aten::{base}", "Tensor")})}
@@ -148,17 +138,17 @@ def _all(names: str, **traits: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     return ((f"aten::{name}", traits) for name in names.split())
 
 
-def _table(rows: Iterable[tuple[str, dict[str, Any]]]) -> Mapping[str, OpTraits]:
-    table: dict[str, OpTraits] = {}
+def _table(rows: Iterable[tuple[str, dict[str, Any]]]) -> Mapping[str, _OpTraits]:
+    table: dict[str, _OpTraits] = {}
     for name, traits in rows:
         table[name] = replace(table.get(name, _DEFAULT), **traits)
     return MappingProxyType(table)
 
 
-OP_TRAITS: Mapping[str, OpTraits] = _table(_rows())
+OP_TRAITS: Mapping[str, _OpTraits] = _table(_rows())
 """Name, such as ``aten::mm``, to traits: every op of which anything is known."""
 
 
-def op_traits(name: str) -> OpTraits:
-    """What is known about the op ``name``, such as ``aten::mm``; the defaults for an op that is not in the table."""
+def op_traits(name: str) -> _OpTraits:
+    """Traits of the op ``name``, such as ``aten::mm``; the defaults for an op that is not in the table."""
     return OP_TRAITS.get(name, _DEFAULT)

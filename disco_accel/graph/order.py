@@ -9,10 +9,8 @@ from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate
 
 
 def serial_order(graph: TaskGraph) -> tuple[Vertex, ...]:
-    """Return the vertices in the order that is planned for: inputs first, and nothing behind the gate before an out.
-
-    A late value arrives only after every ``out`` vertex, so memory freed behind the gate must not serve before it.
-    """
+    """Return the vertices in the order that is planned for: inputs first, and nothing behind the gate before an out. A
+    late value arrives only after every ``out`` vertex, so memory freed behind the gate must not serve before it."""
     behind = after_gate(graph.vertices)
     inputs = [vertex for vertex in graph.vertices if vertex.kind is VertexKind.INPUT]
     rest = [vertex for vertex in graph.vertices if vertex.kind is not VertexKind.INPUT]

@@ -1,4 +1,5 @@
-"""Passes: a task graph in, a task graph out. They have one signature and run from lists that note what each changed."""
+"""Passes: a task graph in, a task graph out. They have one signature and run from lists that note the changes of
+each."""
 
 from __future__ import annotations
 
@@ -12,11 +13,9 @@ from disco_accel.sizes import format_size
 
 @dataclass(frozen=True, slots=True)
 class GraphPass:
-    """``run`` returns a graph made from the one that it gets, which it leaves as it is. ``effect``: what it does, in a
-    line. A pass that needs facts, such as measured seconds, is made by a function that is given them.
-
-    A vertex that the captured step names (an input, an output, a gradient) keeps its id, and every kernel its call.
-    """
+    """``run`` returns a graph made from the one that it gets, which it leaves as it is. ``effect`` in a line. A pass
+    that needs facts, such as measured seconds, is made by a function that is given them. A vertex that the captured
+    step names (an input, an output, a gradient) keeps its id, and every kernel its call."""
 
     name: str
     effect: str
@@ -24,7 +23,7 @@ class GraphPass:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphTotals:
+class _Totals:
     """``value_bytes`` of all outputs, with or without readers; ``seconds``: the kernels', one after the other."""
 
     vertices: int
@@ -34,16 +33,14 @@ class GraphTotals:
 
 @dataclass(frozen=True, slots=True)
 class AppliedPass:
-    """What a pass did to one graph.
-
-    ``changed``: number of vertices that were ``added``, ``removed``, or are at another place in the ``order``; of those
-    with another value of a field, under its name; of ``calls`` and ``spaces`` that differ.
-    """
+    """The effect of a pass on one graph. ``changed``: number of vertices that were ``added``, ``removed``, or are at
+    another place in the ``order``; of those with another value of a field, under its name; of ``calls`` and ``spaces``
+    that differ."""
 
     name: str
     effect: str
-    before: GraphTotals
-    after: GraphTotals
+    before: _Totals
+    after: _Totals
     changed: Mapping[str, int]
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,7 +49,7 @@ class AppliedPass:
 
 
 def run_passes(graph: TaskGraph, passes: Iterable[GraphPass], applied: list[AppliedPass] | None = None) -> TaskGraph:
-    """Run ``passes`` in their order, each on the result of the one before. ``applied`` gets what each did."""
+    """Run ``passes`` in their order, each on the result of the one before. ``applied`` gets a record of each."""
     for each in passes:
         result = each.run(graph)
         if applied is not None:
@@ -62,13 +59,13 @@ def run_passes(graph: TaskGraph, passes: Iterable[GraphPass], applied: list[Appl
 
 
 def applied_pass(name: str, effect: str, before: TaskGraph, after: TaskGraph) -> AppliedPass:
-    """What a pass of this ``name`` did."""
+    """The record of a pass of this ``name``."""
     return AppliedPass(name, effect, totals(before), totals(after), changes(before, after))
 
 
-def totals(graph: TaskGraph) -> GraphTotals:
+def totals(graph: TaskGraph) -> _Totals:
     """Count ``graph``."""
-    return GraphTotals(
+    return _Totals(
         len(graph.vertices),
         sum(sum(vertex.sizes) for vertex in graph.vertices),
         sum(vertex.duration or 0.0 for vertex in graph.vertices if vertex.kind is VertexKind.KERNEL),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from disco_accel.sizes import MAX_SIZE
 
 
 class SpaceKind(enum.StrEnum):
-    """What kind of memory a space is. The kinds of its two ends name a copy's route, and with it the link it takes."""
+    """The kind of a memory. The kinds of its two ends name a copy's route, and with it its link."""
 
     DEVICE = "device"
     HOST = "host"
@@ -34,7 +34,8 @@ ROUTE_OF: dict[str, Route] = {
     "h2s": (SpaceKind.HOST, SpaceKind.STORAGE),
 }
 """Route by the name that machine files and lanes have for it."""
-_NAME_OF = {route: name for name, route in ROUTE_OF.items()}
+NAME_OF = {route: name for name, route in ROUTE_OF.items()}
+"""Such as ``h2d``, by route."""
 
 HOST = -1
 """The id of the host's memory, which every graph has: inputs have their homes there, and offloaded values go there."""
@@ -42,7 +43,7 @@ HOST = -1
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """One memory. ``memory`` in bytes is what a plan may use of it; offsets are multiples of ``alignment``.
+    """One memory. A plan may use ``memory`` bytes of it; offsets are multiples of ``alignment``.
 
     Kernels run in spaces whose id is 0 or more, the *devices*: one of kind DEVICE is a GPU's arena; one of kind HOST is
     a *host device*, whose kernels the machine's processors run. Those use each value that has a home at that home
@@ -85,17 +86,13 @@ def with_devices(spaces: Iterable[Space], devices: Iterable[Space]) -> tuple[Spa
     return (*devices, *(space for space in spaces if space.id < 0))
 
 
-class Routes:
-    """The routes of copies between ``spaces``; a backing space that is not there is the host's memory."""
+def routes(spaces: Iterable[Space]) -> Callable[[int, int], Route]:
+    """The route of a copy by the ids of the two of ``spaces`` that it reads and writes. A backing space that is not
+    there is the host's memory; from the host to the host is ``TO_HOST``."""
+    kinds = {space.id: space.kind for space in spaces}
 
-    def __init__(self, spaces: Iterable[Space]) -> None:
-        self._kinds = {space.id: space.kind for space in spaces}
-
-    def route(self, source: int, target: int) -> Route:
-        """Return the kinds of the two spaces that a copy reads and writes; from the host to the host is ``TO_HOST``."""
-        ends = self._kinds.get(source, SpaceKind.HOST), self._kinds.get(target, SpaceKind.HOST)
+    def route(source: int, target: int) -> Route:
+        ends = kinds.get(source, SpaceKind.HOST), kinds.get(target, SpaceKind.HOST)
         return TO_HOST if ends == (SpaceKind.HOST, SpaceKind.HOST) else ends
 
-    def route_name(self, source: int, target: int) -> str:
-        """Return the name of a copy's route, such as ``h2d``."""
-        return _NAME_OF[self.route(source, target)]
+    return route

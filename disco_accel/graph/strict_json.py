@@ -1,4 +1,4 @@
-"""Strict JSON from outside: parsing that cannot be led astray, typed access that names what is wrong."""
+"""Strict JSON from outside: bounded parsing, typed access that names the wrong place."""
 
 from __future__ import annotations
 
@@ -35,11 +35,9 @@ _DELIMITERS = b',:[]{}" \t\r\n'
 
 
 def parse_json(data: bytes) -> object:
-    """Parse JSON without repeated keys, endless texts or bottomless nesting. Raises GraphFileError.
-
-    What memory and time a file can take is bounded before it is parsed. NaN and infinities, which are no JSON, come
-    through as floats, so that who reads them can name their place.
-    """
+    """Parse JSON without repeated keys, endless texts or bottomless nesting. Raises GraphFileError. The memory and time
+    of a file are bounded before it is parsed. NaN and infinities, which are no JSON, come through as floats, so that
+    their reader can name their place."""
     _check_size(data)
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_no_repeats)

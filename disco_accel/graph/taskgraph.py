@@ -29,12 +29,11 @@ class Vertex:
 
     ``space``: of an INPUT, the device that uses it; where a KERNEL runs; where a COPY writes. ``source``: the space
     that a COPY reads; the home of an INPUT that a backing space has. A copy that a plan adds has a backing space at one
-    end: it *swaps in* from there, or *swaps out* to it.
-    ``sizes`` are the bytes of each output's storage (0 = no memory); ``duration`` is in seconds.
-    ``traits``: of an INPUT's value; a COPY may be MADE_FOREIGN. ``inplace``: pairs of an output and the position of
-    the input that it is written over. What these mean for a plan is asked through ``graph/values.py``.
-    ``begin``: in a plan, the byte of its value from which on a COPY from a backing space copies, or a resident range
-    holds (``graph/copies.py``).
+    end: it *swaps in* from there, or *swaps out* to it. ``sizes`` are the bytes of each output's storage (0 = no
+    memory); ``duration`` is in seconds. ``traits``: of an INPUT's value; a COPY may be MADE_FOREIGN. ``inplace``: pairs
+    of an output and the position of the input that it is written over. ``graph/values.py`` gives their meaning for a
+    plan. ``begin``: in a plan, the byte of its value from which on a COPY from a backing space copies, or a resident
+    range holds (``graph/copies.py``).
     """
 
     id: int
@@ -118,11 +117,10 @@ class OpCall:
     """The call behind a KERNEL: the functional overload as captured, its arguments in schema order, defaults filled in.
 
     ``name`` is ``aten::mm``, ``overload`` is torch's Python spelling (``default``, ``Tensor``, ``dim_IntList``). A
-    number where the schema wants a Tensor is a wrapped number, as in ``x * 2``: it takes part in type promotion
-    as a Python scalar does. ``results`` has one entry per returned tensor in order; ``None`` where nobody reads it
-    and it owns no output.
-    ``module`` is the dotted path of the module that issued the op ("" if unknown), for messages. ``rng``: the op draws
-    random numbers.
+    number where the schema wants a Tensor is a wrapped number, as in ``x * 2``: it takes part in type promotion as a
+    Python scalar does. ``results`` has one entry per returned tensor in order; ``None`` where nobody reads it and it
+    owns no output. ``module`` is the dotted path of the module that issued the op ("" if unknown), for messages.
+    ``rng``: the op draws random numbers.
     """
 
     name: str
@@ -135,11 +133,9 @@ class OpCall:
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """``vertices`` in a topological order, which is the serial order V of the paper.
-
-    ``spaces``: the devices, and each backing space that is limited or that is not the host's memory. ``ops`` maps
-    KERNEL ids to their calls; it is empty for graphs that come from files.
-    """
+    """``vertices`` in a topological order, which is the serial order V of the paper. ``spaces``: the devices, and each
+    backing space that is limited or that is not the host's memory. ``ops`` maps KERNEL ids to their calls; it is empty
+    for graphs that come from files."""
 
     name: str
     spaces: tuple[Space, ...]

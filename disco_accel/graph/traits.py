@@ -1,6 +1,5 @@
-"""What holds of a value whatever happens to it in a step: how long it lives, who may change it, when it arrives.
-
-``graph/values.py`` answers what planners, judges, the simulator and the engine ask about it.
+"""Facts about a value that no step changes: its lifetime, access and arrival. Planners, judges, the simulator and the
+engine ask about them through ``graph/values.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Lifetime(enum.StrEnum):
+class _Lifetime(enum.StrEnum):
     """STEP: made, or brought, in each step. STEPS: goes on from step to step, at its home in between."""
 
     STEP = "step"
@@ -38,34 +37,37 @@ class Traits:
     """Of the value of an INPUT; a value that a vertex makes has those of ``PER_STEP`` but for its arrival.
 
     ``stays``: of a value that the host has, it is on its device all the time: no cyclic plan lets it leave.
-    ``renewed``: of such a value, the host reads it and writes another content between two steps: what a device has of
-    it is good for one step, and its home has the last version when a step has ended.
+    ``host_updated``: the host reads such a value and writes another content between two steps: a device's copy is good
+    for one step, and the home has the last version when a step has ended.
     """
 
-    lifetime: Lifetime = Lifetime.STEP
+    lifetime: _Lifetime = _Lifetime.STEP
     access: Access = Access.READ_WRITE
     arrival: Arrival = Arrival.START
     stays: bool = False
-    renewed: bool = False
+    host_updated: bool = False
 
     def contradiction(self) -> tuple[str, str] | None:
         """The field that cannot be together with the others, and why; None if the traits make sense."""
-        if self.lifetime is Lifetime.STEPS and self.arrival is not Arrival.START:
+        if self.lifetime is _Lifetime.STEPS and self.arrival is not Arrival.START:
             return "arrival", "a value that lives from step to step is there when one starts: start"
         if self.stays and not self.host_has_it:
             return "stays", "only a value that lives over steps and is not foreign can be made to stay"
-        if self.renewed and (not self.host_has_it or self.stays):
-            return "renewed", "only a value that lives over steps, that is not foreign and that may leave can be so"
+        if self.host_updated and (not self.host_has_it or self.stays):
+            return (
+                "host_updated",
+                "only a value that lives over steps, that is not foreign and that may leave can be so",
+            )
         return None
 
     @property
     def host_has_it(self) -> bool:
         """Whether the value's home on the host holds it when a step starts."""
-        return self.lifetime is Lifetime.STEPS and self.access is not Access.FOREIGN
+        return self.lifetime is _Lifetime.STEPS and self.access is not Access.FOREIGN
 
     @property
     def changes_over_steps(self) -> bool:
-        """Whether kernels may change it and the next step starts with what they made of it."""
+        """Whether kernels may change it and the next step starts with their last version."""
         return self.host_has_it and self.access is Access.READ_WRITE
 
 
@@ -75,29 +77,28 @@ PER_STEP = Traits()
 LATE = Traits(arrival=Arrival.GATE)
 """Given to each step anew, at the gate."""
 
-FROZEN = Traits(Lifetime.STEPS, Access.READ)
+FROZEN = Traits(_Lifetime.STEPS, Access.READ)
 """The host has it, and nothing changes it: weights that are not trained."""
 
-RENEWED = Traits(Lifetime.STEPS, Access.READ, renewed=True)
+HOST_UPDATED = Traits(_Lifetime.STEPS, Access.READ, host_updated=True)
 """The host has it, kernels read it alone, and the host changes it between steps: weights that an optimizer updates
 there."""
 
-STATE = Traits(Lifetime.STEPS, Access.READ_WRITE)
-"""The host has it when a step starts, kernels change it, and the next step starts with what they made of it."""
+STATE = Traits(_Lifetime.STEPS, Access.READ_WRITE)
+"""The host has it when a step starts, kernels change it, and the next step starts with their last version."""
 
-RENEWED_STATE = Traits(Lifetime.STEPS, Access.READ_WRITE, renewed=True)
-"""As a state, but at its home between two steps, where the host uses it too: what an optimizer's step changes."""
+HOST_UPDATED_STATE = Traits(_Lifetime.STEPS, Access.READ_WRITE, host_updated=True)
+"""As a state, but at its home between two steps, where the host uses it too: weights that an optimizer's step
+changes."""
 
-FOREIGN = Traits(Lifetime.STEPS, Access.FOREIGN)
+FOREIGN = Traits(_Lifetime.STEPS, Access.FOREIGN)
 """In the user's memory."""
 
-LATE_FOREIGN = Traits(Lifetime.STEP, Access.FOREIGN, Arrival.GATE)
+LATE_FOREIGN = Traits(_Lifetime.STEP, Access.FOREIGN, Arrival.GATE)
 """In the user's memory, from the gate on."""
 
 MADE = Traits(arrival=Arrival.MADE)
 """Made by a vertex in each step anew."""
 
-MADE_FOREIGN = Traits(Lifetime.STEP, Access.FOREIGN, Arrival.MADE)
+MADE_FOREIGN = Traits(_Lifetime.STEP, Access.FOREIGN, Arrival.MADE)
 """Written by a transfer to the user's memory: gradients for an optimizer on the host."""
-
-TRAITS = (PER_STEP, LATE, FROZEN, RENEWED, STATE, RENEWED_STATE, FOREIGN, LATE_FOREIGN, MADE_FOREIGN)

@@ -1,8 +1,8 @@
 """Kernels that compute the same bits: dequantised weights, which forward, recomputation and backward each compute anew.
 
 Value numbering over the kernels that can be reached from read-only inputs alone: two of them are equal if they make the
-same call of equal values. A value that is made twice may as well be kept from its first maker to the readers of the
-second (``without``): which clones are worth their seconds and which their bytes is a planner's question.
+same call of equal values. A value that is made twice may be kept from its first maker to the readers of the second
+(``without``). A planner weighs seconds against bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PACKED = ("int8", "uint8", "int16", "uint16", "int32", "uint32")
 
 @dataclass(frozen=True, slots=True)
 class Clone:
-    """Kernel ``vertex`` computes what ``original`` has computed before it. ``nbytes``: of its values that are read."""
+    """Kernel ``vertex`` computes the bits of ``original``, an earlier one. ``nbytes``: of its values that are read."""
 
     vertex: int
     original: int
@@ -31,8 +31,8 @@ class Clone:
 
 @dataclass(frozen=True, slots=True)
 class _Constant:
-    """What is known of a value that is the same in every step: its ``number``, equal for equal values, the read-only
-    inputs that it is made from, and whether one of them is packed."""
+    """A value that is the same in every step: its ``number``, equal for equal values, its read-only inputs, and whether
+    one of these is packed."""
 
     number: int
     inputs: frozenset[int]
@@ -41,8 +41,8 @@ class _Constant:
 
 @dataclass
 class _Numbering:
-    """``of``: constant vertex → what is known of it; all its outputs are constant. ``read_by_others``: outputs of those
-    that other kernels read; ``read``: those that any reads. ``overwritten``: those that a kernel writes over."""
+    """``of``: by vertex, all of whose outputs are constant. ``read_by_others``: outputs of those that other kernels
+    read; ``read``: those that any reads. ``overwritten``: those that a kernel writes over."""
 
     graph: TaskGraph
     of: dict[int, _Constant] = field(default_factory=dict)
@@ -100,12 +100,9 @@ def _is_packed(dtype: str) -> bool:
 
 
 def clones(graph: TaskGraph) -> tuple[Clone, ...]:
-    """Return the kernels of ``graph`` that dequantise what an earlier one has dequantised, in their order.
-
-    What others read of them is made from frozen inputs alone, some of them packed, and is larger than those; or nobody
-    reads them at all. Each names the nearest earlier kernel that it may be merged into: one that waits for the gate
-    only if it does so itself.
-    """
+    """Return the kernels of ``graph`` that dequantise a weight again, in their order. Their values are made from frozen
+    inputs alone, some of them packed, and are larger than those, or unread. Each names the nearest earlier kernel that
+    it may be merged into: one that waits for the gate only if it does so itself."""
     numbering = _Numbering(graph).run()
     if not any(known.packed for known in numbering.of.values()):
         return ()
@@ -131,9 +128,8 @@ def clones(graph: TaskGraph) -> tuple[Clone, ...]:
 
 
 def dequantised(graph: TaskGraph) -> tuple[dict[int, tuple[int, ...]], Collection[int]]:
-    """Return the kernels whose values are dequantised weights for others to read, each with the kernels that make it,
-    in their order and itself last; and the vertices that are no others: those whose values are the same in all steps.
-    """
+    """Return the kernels of dequantised weights that other kernels read, each with all of its makers in order, itself
+    last. The second result is the vertices with the same values in all steps, which are no such others."""
     numbering = _Numbering(graph).run()
     if not any(known.packed for known in numbering.of.values()):
         return {}, ()
@@ -160,17 +156,14 @@ def _makers(by_id: Mapping[int, Vertex], last: int) -> set[int]:
 
 
 def without(graph: TaskGraph, chosen: Iterable[Clone]) -> TaskGraph:
-    """Return ``graph`` without the ``chosen`` ones of its ``clones``, nor what only they read.
-
-    Whoever read them reads the kernel that they are clones of, and waits for all that they waited for by ``after``:
-    nothing that waited for the gate runs before it.
-    """
+    """Return ``graph`` without the ``chosen`` ones of its ``clones`` and the kernels that only they read. Their readers
+    read the original, and wait by ``after`` for all that a clone waited for: nothing gets in front of the gate."""
     merged = {clone.vertex: original for clone, original in _merged(chosen)}
     return _Removal(graph, merged).run() if merged else graph
 
 
 def _merged(chosen: Iterable[Clone]) -> Iterator[tuple[Clone, int]]:
-    """Yield each clone with the kernel that takes its place: its original, or whatever takes the place of that."""
+    """Yield each clone with the kernel that takes its place, which is no clone itself."""
     originals = {clone.vertex: clone for clone in chosen}
     for clone in originals.values():
         original = clone.original
@@ -221,10 +214,10 @@ class _Removal:
         self.by_id = {vertex.id: vertex for vertex in graph.vertices}
         self.removed = self._removed()
         self.waits: dict[int, dict[int, None]] = {}
-        """Removed kernel → what it waited for that is still there, read-only inputs aside, in order."""
+        """Removed kernel → its dependencies that are still there, read-only inputs aside, in order."""
 
     def _removed(self) -> set[int]:
-        """The clones, and of the kernels that they were made by those that nobody reads any more."""
+        """The clones, and their makers without other readers."""
         readers: dict[int, int] = {}
         for vertex in self.graph.vertices:
             for producer in {self.merged.get(producer, producer) for producer, _ in vertex.inputs}:

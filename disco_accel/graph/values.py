@@ -1,4 +1,4 @@
-"""What planners, judges, the simulator and the engine ask about values. A new trait of values is answered here."""
+"""Questions of planners, judges, the simulator and the engine about values. A new trait of values is answered here."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def host_copy_exists(vertex: Vertex) -> bool:
 
 def never_changes(vertex: Vertex) -> bool:
     """Whether the value is the host's and the same in all steps: nothing writes to it, on the device or elsewhere."""
-    return host_copy_exists(vertex) and vertex.traits.access is Access.READ and not vertex.traits.renewed
+    return host_copy_exists(vertex) and vertex.traits.access is Access.READ and not vertex.traits.host_updated
 
 
 def outlives_step(vertex: Vertex) -> bool:
     """Whether the device's copy of a value that the host has is good for the next step too."""
-    return not vertex.traits.renewed
+    return not vertex.traits.host_updated
 
 
 def may_be_resident(vertex: Vertex) -> bool:
@@ -59,7 +59,7 @@ def is_handed_out(vertex: Vertex) -> bool:
 
 
 def changes_over_steps(vertex: Vertex) -> bool:
-    """Whether kernels may change the value and the next step starts with what they made of it."""
+    """Whether kernels may change the value and the next step starts with their last version."""
     return vertex.kind is VertexKind.INPUT and vertex.traits.changes_over_steps
 
 
@@ -70,9 +70,8 @@ def overwrites(vertex: Vertex) -> Iterator[tuple[int, Ref]]:
 
 
 def lasting_versions(vertices: Iterable[Vertex]) -> Mapping[Ref, list[Ref]]:
-    """INPUT value that changes over steps → its versions in order, the first being the input itself.
-
-    ``vertices`` in a topological order, of a task graph or of a plan without its copies."""
+    """INPUT value that changes over steps → its versions in order, the first being the input itself. ``vertices`` in a
+    topological order, of a task graph or of a plan without its copies."""
     versions: dict[Ref, list[Ref]] = {}
     of: dict[Ref, list[Ref]] = {}
     for vertex in vertices:

@@ -1,1 +1,1 @@
-"""What ops cost before a plan is made: what they allocate, how long they take, whether they can write in place."""
+"""Costs of ops, known before a plan is made: allocations, seconds, writes in place."""

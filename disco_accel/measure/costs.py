@@ -1,10 +1,9 @@
-"""What the ops of a step cost: measured on the device that will run it, or estimated where there is none."""
+"""Costs of a step's ops: measured on the device that will run it, or estimated where there is none."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -21,7 +20,7 @@ class GraphCosts:
     """``passes`` put seconds and scratch into the graph that they are the costs of.
 
     ``workspaces``: bytes of the libraries that multiply matrices, outside the arena. ``in_blocks``: tensors outside the
-    arena take whole blocks of an allocator. ``records``: kernel to what an executor is made from; none if estimated.
+    arena take whole blocks of an allocator. ``records``, by kernel, are for an executor; none if estimated.
     ``without_scratch``: kernels whose scratch nobody knows; ``note``: a line for the user about them, or "".
     """
 
@@ -33,13 +32,6 @@ class GraphCosts:
     note: str = ""
 
 
-class Costs(Protocol):
-    """A source of costs."""
-
-    def of(self, graph: TaskGraph) -> GraphCosts:
-        """The costs of ``graph``, whose kernels have no scratch yet. Raises CaptureError, ExecutionError."""
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Each distinct op is run on ``device``; ``compute_threads`` and ``streams`` are those of the engine."""
@@ -49,7 +41,8 @@ class Measured:
     streams: int = 1
 
     def of(self, graph: TaskGraph) -> GraphCosts:
-        """What each op takes, and the workspaces of the thread that measured and of each compute stream."""
+        """The costs of ``graph``, whose kernels have no scratch yet. Raises CaptureError, ExecutionError. Workspaces
+        are those of the thread that measured and of each compute stream."""
         records = record(graph, device=self.device, compute_threads=self.compute_threads)
         backend = backend_of(run_device(self.device))
         workspaces = (1 + self.streams) * backend.workspace_bytes()
@@ -59,11 +52,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Estimated:
-    """Seconds from the shapes of ops, scratch where it can be tried. ``kind``: cpu or cuda; no op of the step runs
-    on a GPU.
-
-    ``speed``: the device that seconds are estimated for (None: that of the kind's backend).
-    """
+    """Seconds from the shapes of ops, scratch where it can be tried. ``kind``: cpu or cuda; no op of the step runs on a
+    GPU. ``speed``: the device that seconds are estimated for (None: that of the kind's backend)."""
 
     kind: str
     speed: Speed | None = None
@@ -78,3 +68,7 @@ class Estimated:
         in_blocks = backend.allocates_in_blocks
         unknown, why = scratch.unknown, scratch.why
         return GraphCosts(passes, scratch.workspaces, in_blocks, without_scratch=unknown, note=why)
+
+
+Costs = Measured | Estimated
+"""A source of costs."""

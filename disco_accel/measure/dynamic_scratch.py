@@ -1,8 +1,8 @@
 """Ops whose temporaries depend on the values they are given: how much room those take at most.
 
-A grouped matrix product runs one product per group, and what a product allocates depends on the group's rows: known
-only when a batch has been routed. The engine gives such an op a bounded piece of its scratch instead of one address per
-allocation; asking for more is an error that names the op.
+A grouped matrix product runs one product per group, and its allocations depend on the group's rows: known only when a
+batch has been routed. The engine gives such an op a bounded piece of its scratch instead of one address per allocation;
+asking for more is an error that names the op.
 """
 
 from __future__ import annotations
@@ -26,13 +26,9 @@ Blocks = Sequence[tuple[int, int, int]]
 def loose_bytes(
     call: OpCall, inputs: Sequence[torch.Tensor], run: Callable[[], Blocks], fixed: Blocks, name: str
 ) -> int:
-    """Bytes for the allocations beyond ``fixed``, which are those with every group empty.
-
-    ``inputs`` are the bytes of the op's input storages, in which group sizes are tried; they are left with equal
-    groups, so that the op can be timed. ``run`` records one call.
-
-    Raises CaptureError when the first allocations are not ``fixed``.
-    """
+    """Bytes for the allocations beyond ``fixed``, which are those with every group empty. ``inputs`` are the bytes of
+    the op's input storages, in which group sizes are tried; they are left with equal groups, so that the op can be
+    timed. ``run`` records one call. Raises CaptureError when the first allocations are not ``fixed``."""
     rows, offsets = _groups(call, inputs)
     sizes = sorted({rows, *(min(rows, (1 << k) + d) for k in range(rows.bit_length()) for d in (0, 1))})
     most = 0

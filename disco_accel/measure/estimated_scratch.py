@@ -1,7 +1,7 @@
-"""The scratch of ops that nobody is about to run: what a plan made from a model's config alone has to leave room for.
+"""The scratch of ops that nobody is about to run, for plans made from a model's config alone.
 
-On the host device an op's scratch is measured here, from its signature, as before a run. What is too large to be tried
-in passing, and everything on a CUDA device that is not there, is counted and said, not guessed.
+On the host device an op's scratch is measured here, from its signature, as before a run. Ops that are too large to be
+tried in passing, and all on a CUDA device that is not there, are counted and said, not guessed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ _WORKSPACE = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class KnownScratch:
+class _KnownScratch:
     """``sizes``: kernel to bytes of scratch, where it is known and not 0. ``workspaces``: bytes outside the arena.
-
-    ``unknown``: kernels whose scratch is not known; ``why``: one line for the user about them, "" if there are none.
-    """
+    ``unknown``: kernels whose scratch is not known; ``why``: one line for the user about them, "" if there are none."""
 
     sizes: Mapping[int, int]
     workspaces: int
@@ -56,13 +54,10 @@ class KnownScratch:
 
 def known_scratch(
     graph: TaskGraph, *, device: str, compute_threads: int | None = None, streams: int = 1
-) -> KnownScratch:
-    """What can be told of the scratch that the ops of ``graph``, which nobody has recorded, take on ``device`` (cpu or
-    cuda).
-
+) -> _KnownScratch:
+    """The scratch, as far as it is known, of the ops of ``graph``, unrecorded so far, on ``device`` (cpu or cuda).
     ``compute_threads`` as in ``record``; ``streams``: of the engine that will run it. Raises ExecutionError for an op
-    that no run could plan.
-    """
+    that no run could plan."""
     kernels = [v for v in graph.vertices if v.kind is VertexKind.KERNEL]
     backend = backend_of(torch.device(device))
     if backend.separate_memory:
@@ -75,7 +70,7 @@ def known_scratch(
     except ExtensionError as error:
         reason = str(error).splitlines()[0]
         why = f"without the scratch of {len(kernels)} ops: the engine that would measure it cannot be built ({reason})"
-        return KnownScratch({}, 0, len(kernels), why)
+        return _KnownScratch({}, 0, len(kernels), why)
     unknown = len(kernels) - len(small)
     reasons = []
     if unknown > len(absent):
@@ -83,19 +78,19 @@ def known_scratch(
     if absent:
         reasons.append(f"{len(absent)} ops that no library here has")
     why = "without the scratch of " + " and of ".join(reasons) if reasons else ""
-    return KnownScratch({v: r.scratch_bytes for v, r in records.items() if r.scratch_bytes}, 0, unknown, why)
+    return _KnownScratch({v: r.scratch_bytes for v, r in records.items() if r.scratch_bytes}, 0, unknown, why)
 
 
-def _on_gpu(backend: Backend, kernels: int, streams: int) -> KnownScratch:
+def _on_gpu(backend: Backend, kernels: int, streams: int) -> _KnownScratch:
     why = f"without the scratch of {kernels} ops, which only a run on the GPU can tell"
     if backend.is_there():
-        return KnownScratch({}, (1 + streams) * workspace_bytes(backend.resolve()), kernels, why)
+        return _KnownScratch({}, (1 + streams) * workspace_bytes(backend.resolve()), kernels, why)
     most = format_size((1 + streams) * _WORKSPACE)
     why = (
         f"without the scratch of {kernels} ops and the workspaces of matrix products (up to {most}), which only a GPU "
         "can tell"
     )
-    return KnownScratch({}, 0, kernels, why)
+    return _KnownScratch({}, 0, kernels, why)
 
 
 def _is_registered(call: OpCall) -> bool:

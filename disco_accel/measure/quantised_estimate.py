@@ -4,10 +4,9 @@ Each packed weight becomes the parts that its library stores, and each kernel th
 dequantise those parts: the library's own calls, in their order. Sizes and calls of each form are in the library's file
 of ``quantised/``.
 
-What is estimated: a library may multiply in the forward by one call of its own, which dequantises inside itself; here
-that part is a kernel of its own, ``gemm_4bit.dequantise`` or ``int8_scaled_mm.dequantise``, which a plan cannot leave
-out. (On CUDA the latter multiplies integers instead, with a result of 32 bits.) PEFT's copy of the result of such
-layers is left out.
+Estimated: a library may multiply in the forward by one call of its own, which dequantises inside. Here that part is a
+kernel, ``gemm_4bit.dequantise`` or ``int8_scaled_mm.dequantise``, which a plan cannot leave out. (On CUDA the latter
+multiplies integers instead, with a result of 32 bits.) PEFT's copy of the result of such layers is left out.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def packed_bytes(weight: PackedWeight) -> int:
 
 
 Packing = Mapping[int, PackedWeight]
-"""INPUT vertex of a frozen weight → what takes its place."""
+"""INPUT vertex of a frozen weight → the packed weight in its place."""
 
 
 def part_vertices(graph: TaskGraph, packing: Packing) -> dict[int, tuple[tuple[int, PackedPart], ...]]:
@@ -83,11 +82,9 @@ class _Packed:
         return replace(self.graph, vertices=tuple(vertices), ops=self.ops)
 
     def _dequantised(self, source: int, reader: Vertex) -> Iterator[Vertex]:
-        """The kernels that dequantise a weight, the last of which has it.
-
-        They wait for what else the reader waits for, as they do in the library: a runtime that starts whatever is ready
-        would dequantise the weights of all layers at once.
-        """
+        """The kernels that dequantise a weight, the last of which has it. They wait for the reader's other
+        dependencies, as they do in the library: otherwise a runtime would dequantise the weights of all layers at
+        once."""
         makers = (maker for maker, _ in reader.inputs if maker in self.kernels)
         after = tuple(sorted({*reader.after, *makers}))
         refs = {part.suffix: (id_, part) for id_, part in self.parts[source]}

@@ -1,4 +1,4 @@
-"""Measures ops once before a plan is made: what they allocate, whether they can write in place, how long they take.
+"""Measures ops once before a plan is made: allocations, writes in place, seconds.
 
 The engine then serves the n-th allocation of a call from the address that the plan chose for it, so a step allocates
 nothing. Ops with equal signatures are measured once.
@@ -31,7 +31,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
+class _Allocation:
     """One allocation of a call: ``nbytes`` for output ``output``, or at ``offset`` in the scratch if that is None."""
 
     nbytes: int
@@ -41,7 +41,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class OpRecord:
-    """What was measured of one op signature.
+    """Measurements of one op signature.
 
     ``native_out``: the out overload writes the outputs directly, with the same bits as the functional call.
     ``allocations``: of the call that will run, in order. ``scratch_bytes``: room for those that are no output.
@@ -50,7 +50,7 @@ class OpRecord:
     """
 
     native_out: bool
-    allocations: tuple[Allocation, ...]
+    allocations: tuple[_Allocation, ...]
     scratch_bytes: int
     seconds: float
     loose_bytes: int = 0
@@ -60,9 +60,7 @@ class OpRecord:
 @dataclass(frozen=True, slots=True)
 class _Signature:
     """All that a measurement depends on: the call over distinct input storages, and every storage's size in bytes.
-
-    ``kinds``: the types of the numbers, because 0, 0.0 and False are equal but not treated alike by an op.
-    """
+    ``kinds``: the types of the numbers, because 0, 0.0 and False are equal but not treated alike by an op."""
 
     call: OpCall
     kinds: tuple[type, ...]
@@ -192,10 +190,8 @@ def _kinds(args: tuple[Arg, ...]) -> Iterator[type]:
 
 
 def _sample_inputs(signature: _Signature, device: torch.device, ones: bool = False) -> list[torch.Tensor]:
-    """A buffer per input storage: normal numbers, random booleans, zeros for integers (valid as any index).
-
-    With ``ones``, for ops that refuse those: numbers from 0 to 1, and ones for integers (valid as any divisor).
-    """
+    """A buffer per input storage: normal numbers, random booleans, zeros for integers (valid as any index). With
+    ``ones``, for ops that refuse those: numbers from 0 to 1, and ones for integers (valid as any divisor)."""
     dtypes: dict[int, torch.dtype] = {}
     for arg in tensor_args(signature.call.args):
         dtypes.setdefault(arg.input, getattr(torch, arg.spec.dtype))
@@ -250,22 +246,18 @@ def _steady(ops: OpTable, op: int, name: str) -> _Call:
 
 
 def _measure(signature: _Signature, name: str, device: torch.device) -> OpRecord:
-    try:
-        return _measure_on(_sample_inputs(signature, device), signature, name, device)
-    except DiscoError:
-        raise
-    except Exception as first:
-        if is_shortage(first):
-            raise
+    failures: list[Exception] = []
+    for ones in (False, True):
         try:
-            return _measure_on(_sample_inputs(signature, device, ones=True), signature, name, device)
+            return _measure_on(_sample_inputs(signature, device, ones), signature, name, device)
         except DiscoError:
             raise
-        except Exception as second:
-            if is_shortage(second):
+        except Exception as error:
+            if is_shortage(error):
                 raise
-            summary = str(first).strip().split("\n")[0]
-            raise CaptureError(f"measuring {name} failed: {summary}; it cannot be planned") from first
+            failures.append(error)
+    summary = str(failures[0]).strip().split("\n")[0]
+    raise CaptureError(f"measuring {name} failed: {summary}; it cannot be planned") from failures[0]
 
 
 def _measure_on(inputs: list[torch.Tensor], signature: _Signature, name: str, device: torch.device) -> OpRecord:
@@ -310,18 +302,13 @@ def _check_other_values(ops: OpTable, op: int, signature: _Signature, inputs: li
 
 
 def rounded(seconds: float) -> float:
-    """``seconds`` to two significant digits: what is measured again within a few percent gives the same search."""
+    """``seconds`` to two significant digits, so that measurements within a few percent give the same search."""
     return float(f"{seconds:.1e}")
 
 
 def _try_out(
-    ops: OpTable,
-    signature: _Signature,
-    storages: list[int],
-    outputs: list[torch.Tensor],
-    reference: _Call,
-    name: str,
-) -> tuple[int, tuple[tuple[Allocation, ...], int]] | None:
+    ops: OpTable, signature: _Signature, storages: list[int], outputs: list[torch.Tensor], reference: _Call, name: str
+) -> tuple[int, tuple[tuple[_Allocation, ...], int]] | None:
     """The op number and allocations of the native out overload, if it gives the functional call's bits."""
     out_storages = {k: ops.add_fixed(buffer.data_ptr(), buffer.numel()) for k, buffer in enumerate(outputs)}
     encoded = encode_out_call(signature.call, storages.__getitem__, out_storages)
@@ -362,7 +349,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(left, right)
 
 
-def _allocations(signature: _Signature, call: _Call, name: str) -> tuple[tuple[Allocation, ...], int]:
+def _allocations(signature: _Signature, call: _Call, name: str) -> tuple[tuple[_Allocation, ...], int]:
     """Which block of a functional call becomes which output; the rest is scratch."""
     outputs: dict[int, int] = {}
     results = signature.call.results
@@ -402,7 +389,7 @@ def _elsewhere(signature: _Signature, call: _Call, name: str, device: torch.devi
     return frozenset(found)
 
 
-def _pack(outputs: Mapping[int, int], call: _Call) -> tuple[tuple[Allocation, ...], int]:
+def _pack(outputs: Mapping[int, int], call: _Call) -> tuple[tuple[_Allocation, ...], int]:
     """Places the blocks that are no output in a scratch: largest first, lowest offset that is free for their life."""
     lives: list[tuple[int, int, int, int]] = []
     offsets: dict[int, int] = {}
@@ -417,7 +404,7 @@ def _pack(outputs: Mapping[int, int], call: _Call) -> tuple[tuple[Allocation, ..
         offsets[i] = offset
         lives.append((offset, offset + nbytes, born, end))
     allocations = tuple(
-        Allocation(nbytes, outputs.get(i), offsets.get(i, 0)) for i, (nbytes, _, _) in enumerate(call.blocks)
+        _Allocation(nbytes, outputs.get(i), offsets.get(i, 0)) for i, (nbytes, _, _) in enumerate(call.blocks)
     )
     size = max((hi for _, hi, _, _ in lives), default=0)
     return allocations, -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -89,7 +89,7 @@ def forecast(
         "peak_bytes": budget["total"] - budget["arena"] + used,
         "budget": dict(budget),
         "frozen_bytes": sum(v.sizes[0] for v in clean if outlives_step(v) and v.id not in copies),
-        "renewed_bytes": sum(v.sizes[0] for v in clean if not outlives_step(v) and v.id not in copies),
+        "host_updated_bytes": sum(v.sizes[0] for v in clean if not outlives_step(v) and v.id not in copies),
         "resident_bytes": sum(v.sizes[0] for v in clean if v.id in stays),
         "resident_tensors": sum(v.id in stays for v in clean),
         "streamed_tensors": sum(v.id not in stays for v in clean),
@@ -120,8 +120,8 @@ def forecast_text(figures: Mapping[str, Any]) -> str:
         "budget": "budget_bytes",
     }
     rows = [[name, format_size(figures[key])] for name, key in sizes.items()]
-    if figures["renewed_bytes"]:
-        rows.insert(2, ["renewed by the host for each step", format_size(figures["renewed_bytes"])])
+    if figures["host_updated_bytes"]:
+        rows.insert(2, ["updated by the host for each step", format_size(figures["host_updated_bytes"])])
     if quant := figures.get("quant"):
         packed = f"of which {quant['weights']} packed as {quant['form']}"
         rows.insert(1, [packed, f"{format_size(quant['packed_bytes'])}, before {format_size(quant['bytes_before'])}"])

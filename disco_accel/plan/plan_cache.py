@@ -20,9 +20,10 @@ from pathlib import Path
 
 from disco_accel.errors import GraphFileError, VerifyError
 from disco_accel.graph.copies import is_resident_range, swaps_out
-from disco_accel.graph.files import fingerprint, memgraph_from_json, parse_json
+from disco_accel.graph.files import fingerprint, memgraph_from_json
 from disco_accel.graph.graph_json import memgraph_to_object
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.strict_json import parse_json
 from disco_accel.graph.taskgraph import TaskGraph, Vertex
 from disco_accel.graph.value_numbering import graph_of_plan
 from disco_accel.plan.cache_folder import ForeignFolder, Unusable, own_folder, read_private, remove_oldest, write_file

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from disco_accel.errors import BudgetTooSmall, DiscoError, GraphFileError, PlanError
-from disco_accel.graph.files import memgraph_from_json, parse_json, taskgraph_from_json
+from disco_accel.graph.files import memgraph_from_json, taskgraph_from_json
 from disco_accel.graph.graph_json import memgraph_to_object, taskgraph_to_object
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.spaces import ROUTE_OF
+from disco_accel.graph.strict_json import parse_json
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.plan_cache import with_own_vertices

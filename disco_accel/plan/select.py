@@ -206,7 +206,7 @@ def _changes(vertex: Vertex) -> str:
     if changes_over_steps(vertex):
         return "lives over steps and changes"
     if not outlives_step(vertex):
-        return "the host changes between two steps (renewed)"
+        return "the host changes between two steps (host_updated)"
     if not any(output for output, _ in vertex.inplace):
         return "is of a host device"
     return f"writes outputs {[output for output, _ in vertex.inplace]} over its inputs"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from disco_accel.graph.carried_values import inputs_held
 from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.memgraph import MemGraph, Slot
-from disco_accel.graph.spaces import TO_DEVICE, TO_HOST, Routes, with_devices
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST, routes, with_devices
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan.bound.lower_bound import bound_of
@@ -77,10 +77,10 @@ def swapped_bytes(plan: MemGraph, counts: Callable[[Vertex], bool]) -> int:
 def link_bytes(plan: MemGraph, of: int | None = None) -> tuple[int, int]:
     """Return the bytes that one step takes from the host to devices, and from these to the host: transfers too. ``of``:
     of this device alone."""
-    lanes = Routes(plan.spaces)
+    route_of = routes(plan.spaces)
     moved = {TO_DEVICE: 0, TO_HOST: 0}
     for vertex in plan.vertices:
-        route = lanes.route(vertex.source, vertex.space)
+        route = route_of(vertex.source, vertex.space)
         # A copy to the host takes the link of the device that it comes from.
         near = vertex.source if route == TO_HOST else vertex.space
         if vertex.kind is VertexKind.COPY and route in moved and of in (None, near):

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from disco_accel.errors import GraphFileError
-from disco_accel.graph.files import parse_json
+from disco_accel.graph.strict_json import parse_json
 from disco_accel.native.backend import backend_of
 from disco_accel.plan.cache_folder import ForeignFolder, Unusable, own_folder, read_private, remove_oldest, write_file
 from disco_accel.selfcheck.agreement import Tensors, agreement, distance

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from disco_accel.graph.spaces import BETWEEN_DEVICES, ROUTE_OF, TO_DEVICE, TO_HOST, Route, Routes, Space, SpaceKind
+from disco_accel.graph.spaces import (
+    BETWEEN_DEVICES,
+    NAME_OF,
+    ROUTE_OF,
+    TO_DEVICE,
+    TO_HOST,
+    Route,
+    Space,
+    SpaceKind,
+    routes,
+)
 from disco_accel.graph.taskgraph import Vertex, VertexKind
 
 SCOPES = ("device", "pair", "shared")
@@ -71,14 +81,18 @@ class Machine:
         return LaneMap(self, spaces)
 
 
-class LaneMap(Routes):
+class LaneMap:
     """Where the vertices of a graph run on a machine: the kernels of a device in its streams, copies on the link of
     their route."""
 
     def __init__(self, machine: Machine, spaces: Iterable[Space]) -> None:
-        super().__init__(spaces)
+        self.route = routes(spaces)
         self._machine = machine
         self._names: dict[tuple[int, int], str] = {}
+
+    def route_name(self, source: int, target: int) -> str:
+        """Return the name of a copy's route, such as ``h2d``."""
+        return NAME_OF[self.route(source, target)]
 
     def seconds(self, vertex: Vertex) -> float:
         """Return how long ``vertex`` takes: kernels their duration (0 if unknown), copies latency and bytes."""
@@ -108,7 +122,7 @@ class LaneMap(Routes):
     def _name(self, source: int, target: int) -> str:
         route = self.route(source, target)
         link, between = self._machine.link(route), route == BETWEEN_DEVICES
-        kind = self.route_name(source, target)
+        kind = NAME_OF[route]
         name = next(("+".join(kinds) for kinds in self._machine.joint if kind in kinds), kind)
         if link.scope == "shared":
             return name

@@ -54,8 +54,8 @@ def cross_step_dependencies(plan: MemGraph) -> CrossStepDependencies:
 
     The first vertex of a step to write some bytes waits for all users of the value that lay there at the end of the
     step before. Kept outputs are overwritten only after all kernels of their step have ended: the caller has copied
-    them by then. What the host renews between two steps is renewed when all kernels, and all reloads of it, have ended.
-    Raises PlanError naming a resident that is not back at its address when a step ends.
+    them by then. Values that the host updates between two steps are updated when all kernels, and all their reloads,
+    have ended. Raises PlanError naming a resident that is not back at its address when a step ends.
     """
     return _TwoSteps(plan).dependencies()
 

@@ -50,10 +50,8 @@ def _some_order(ids: Sequence[int], waits: Mapping[int, Collection[int]]) -> dic
 
 
 def first_violated(predecessors: Sequence[Sequence[int]], claims: Sequence[Claim]) -> Claim | None:
-    """Return a claim that does not hold, None if all do.
-
-    ``predecessors`` by position, all of them at earlier positions.
-    """
+    """Return a claim that does not hold, None if all do. ``predecessors`` by position, all of them at earlier
+    positions."""
     by_target: dict[int, list[Claim]] = defaultdict(list)
     for claim in claims:
         if claim[0] >= claim[1]:
@@ -82,11 +80,9 @@ def first_violated(predecessors: Sequence[Sequence[int]], claims: Sequence[Claim
 
 
 class _Path:
-    """A path through the graph, and the reachability that follows from it.
-
-    ``earliest_reached``: by position, the first place on the path that can be reached from it; ``latest_reaching``: the
-    last place on the path from which it can be reached. If ``earliest_reached[u] <= latest_reaching[v]``, u reaches v.
-    """
+    """A path through the graph, and the reachability that follows from it. ``earliest_reached``: by position, the first
+    place on the path that can be reached from it; ``latest_reaching``: the last place on the path from which it can be
+    reached. If ``earliest_reached[u] <= latest_reaching[v]``, u reaches v."""
 
     def __init__(self, places: Sequence[int], predecessors: Sequence[Sequence[int]]) -> None:
         self.earliest_reached = [len(places)] * len(predecessors)
@@ -133,9 +129,7 @@ def _longest(predecessors: Sequence[Sequence[int]], used: set[int]) -> list[int]
 
 def _reaches(predecessors: Sequence[Sequence[int]], paths: Sequence[_Path], first: int, then: int) -> bool:
     """Whether ``first`` reaches ``then``: a search backward from ``then`` for it, or for a path that it reaches before.
-
-    Positions before ``first`` cannot lie between the two and are left out.
-    """
+    Positions before ``first`` cannot lie between the two and are left out."""
     seen = {then}
     stack = [then]
     while stack:

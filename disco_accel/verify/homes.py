@@ -1,9 +1,9 @@
-"""The static judge's demands of values that live over steps and change: what their homes hold, and when.
+"""The static judge's demands of values that live over steps and change: the contents of their homes over time.
 
 Each such value has one home, memory of its own on the host. When a step starts it holds the value's first version;
-every swap-out of a version writes it, and swap-ins read it; kernels of a host device do both. As in any memory, what it
-held is read before the next is written. When the step ends it holds the last version, unless the next step finds that
-on the device.
+every swap-out of a version writes it, and swap-ins read it; kernels of a host device do both. As in any memory, a
+content is read before the next is written. When the step ends it holds the last version, unless the next step finds
+that on the device.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ def writes_home(plan: JudgedPlan, ref: Ref) -> bool:
 
 
 def check_homes(plan: JudgedPlan, order: Mapping[int, int], before: Claims, behind_gate: Set[int]) -> Mapping[Ref, Ref]:
-    """Claim that no home is written before what it held was read.
-
-    Returns for each value whose home is written, its INPUT's, the swap-out that writes there last. Raises VerifyError.
-    """
+    """Claim that no home is written before its content was read. Returns for each value whose home is written, its
+    INPUT's, the swap-out that writes there last. Raises VerifyError."""
     readers = _home_readers(plan)
     has_gate = any(arrives_at_gate(vertex) for vertex in plan.graph.vertices)
     last: dict[Ref, Ref] = {}
@@ -45,7 +43,7 @@ def check_homes(plan: JudgedPlan, order: Mapping[int, int], before: Claims, behi
             raise VerifyError(f"{plan.name(writer)} overwrites {plan.name(state[0])} before it is handed out")
         former = last.get(state, state)
         for reader in readers[former]:
-            # A kernel reads what it writes over.
+            # A kernel reads the bytes that it writes over.
             if reader != writer:
                 before.claim(reader, writer, partial(_share, plan, reader, writer, state))
         if former != state and not readers[former]:
@@ -55,10 +53,8 @@ def check_homes(plan: JudgedPlan, order: Mapping[int, int], before: Claims, behi
 
 
 def check_written_back(plan: JudgedPlan, home_writers: Mapping[Ref, Ref]) -> None:
-    """Raise VerifyError unless the next step finds each value that this one changed.
-
-    Residents of a plan that repeats are found on the device; its check is that of weights that do not change.
-    """
+    """Raise VerifyError unless the next step finds each value that this one changed. Residents of a plan that repeats
+    are found on the device; its check is that of weights that do not change."""
     readers = _home_readers(plan)
     for state, versions in plan.versions.items():
         stays = plan.mem.cyclic and state in plan.mem.slots and not readers[state]

@@ -1,4 +1,4 @@
-"""What all checks of the static judge look at: a plan beside its graph, and the claims that they make."""
+"""The data of all checks of the static judge: a plan beside its graph, and claims."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class JudgedPlan:
         return self.vertex[ref[0]].sizes[ref[1]]
 
     def is_whole(self, ref: Ref) -> bool:
-        """Whether a value of the plan, of which ``carried`` tells, has all bytes of what it holds."""
+        """Whether a value of the plan, which ``carried`` has, has all bytes of its task graph's value."""
         return self.size(ref) == self.size(self.carried[ref])
 
     def origin(self, ref: Ref) -> int:
@@ -75,7 +75,7 @@ class JudgedPlan:
         return self.mem.slots[ref].offset - self.vertex[ref[0]].begin
 
     def last_version(self, ref: Ref) -> Ref:
-        """What an input that lives over steps holds when the step ends."""
+        """The last version of an input that lives over steps."""
         return self.versions[ref][-1] if ref in self.versions else ref
 
 

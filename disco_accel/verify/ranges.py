@@ -1,7 +1,7 @@
 """The static judge's demands of values that a plan has on a device in several ranges of bytes.
 
-Only the host's copy of what no kernel changes is loaded in ranges. Each range is a content of memory like any other; a
-kernel reads those that lie side by side and are together all of the value.
+Only the host's copy of a value that no kernel changes is loaded in ranges. Each range is a content of memory like any
+other; a kernel reads those that lie side by side and are together all of the value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from disco_accel.verify.occupants import Occupants
 
 def check_ranges_read(plan: JudgedPlan, vertex: Vertex, wanted: Sequence[Ref]) -> None:
     """Raise VerifyError unless the ranges that ``vertex`` reads of a value lie one behind the other and are all of it.
-
     The first of them takes the place of the value among the inputs; nothing else stands behind the inputs."""
     ranges: dict[Ref, list[Ref]] = {}
     for position, ref in enumerate(vertex.inputs):
@@ -46,7 +45,7 @@ def check_ranges_read(plan: JudgedPlan, vertex: Vertex, wanted: Sequence[Ref]) -
 
 
 def check_range_copied(plan: JudgedPlan, reload: Vertex) -> None:
-    """Raise VerifyError unless what ``reload`` copies is a range of a value that no kernel changes."""
+    """Raise VerifyError unless ``reload`` copies a range of a value that no kernel changes."""
     ref = reload.inputs[0]
     if reload.begin < 0 or not 0 < reload.sizes[0] <= plan.size(ref) - reload.begin:
         raise VerifyError(

@@ -1,8 +1,8 @@
 """The static judge: does a MemGraph compute its TaskGraph without races in any order that its edges allow?
 
 It shares nothing with the planner but the data classes, and checks the demands of docs/schema.md. Overlaps are examined
-byte range by byte range in a topological order: if all users of each occupant finish before the next one is written,
-so do those of every earlier one, and no pairs need to be compared.
+byte range by byte range in a topological order. If all users of each occupant finish before the next one is written, so
+do those of every earlier one: no pairs need to be compared.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from disco_accel.graph.op_traits import OP_TRAITS, OpTraits, op_traits
+from disco_accel.graph.op_traits import OP_TRAITS, _OpTraits, op_traits
 from disco_accel.native.extension import load_extension
 from disco_accel.native.op_encoding import op_overload, out_overload
 
@@ -14,11 +14,11 @@ def test_every_name_in_the_table_is_an_op_of_pytorch() -> None:
     """Or of bitsandbytes, where that is installed (tests/emulated/test_quantised.py)."""
     schemas = {schema.name for schema in torch._C._jit_get_all_schemas()}
     assert not {name for name in OP_TRAITS if not name.startswith("bitsandbytes::")} - schemas
-    assert op_traits("aten::no_such_op") == OpTraits()
+    assert op_traits("aten::no_such_op") == _OpTraits()
 
 
 def test_every_row_says_something() -> None:
-    assert all(traits != OpTraits() for traits in OP_TRAITS.values())
+    assert all(traits != _OpTraits() for traits in OP_TRAITS.values())
 
 
 def test_every_overload_that_the_table_names_exists() -> None:

@@ -128,7 +128,7 @@ def _changed(value: Any, rng: random.Random) -> Any:
             container[key] = rng.choice(([], {}, [container[key]], {"id": container[key]}))
     elif isinstance(container, dict):
         name = rng.choice(("inplace", "may_inplace", "after", "late", "keep", "out", "clean", "external", "outputs"))
-        word = rng.choice(("source", "home", "begin", "lifetime", "access", "arrival", "stays", "renewed"))
+        word = rng.choice(("source", "home", "begin", "lifetime", "access", "arrival", "stays", "host_updated"))
         filled = ([0], [1], [[0, 0]], [{"size": 256}, {"size": 0}], True, 0, 1, -1, "steps", "read", "start")
         key = rng.choice((name, name, word, "addr", "offset", "duration", "cyclic"))
         container[key] = copy.deepcopy(rng.choice(filled))

@@ -153,7 +153,7 @@ def test_outputs_that_cannot_be_written(recipe: str, tmp_path: Path, capsys: pyt
 def test_an_optimizer_on_the_host_leaves_the_device_to_the_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is trained is renewed by the host, and no part of the budget; the text for people says so."""
+    """What is trained is updated by the host, and no part of the budget; the text for people says so."""
     file = write_recipe(tmp_path, "memory_budget: 4MiB\n  optimizer: host")
     assert main(["plan", file]) == 0
     printed = capsys.readouterr()
@@ -163,7 +163,7 @@ def test_an_optimizer_on_the_host_leaves_the_device_to_the_step(
     # Rank 4 on all projections, in four bytes.
     layer = 4 * 4 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256))
     assert found["update"] == "step", "the recipe's optimizer is not fused"
-    assert found["renewed_bytes"] == 3 * layer and "renewed by the host" in printed.err
+    assert found["host_updated_bytes"] == 3 * layer and "updated by the host" in printed.err
     host = found["host_memory"]
     assert host["trained"] == host["gradients"] == 3 * layer and host["moments"] == 6 * layer
     assert host["frozen"] == found["frozen_bytes"]

@@ -17,7 +17,7 @@ from disco_accel.graph.copies import is_transfer
 from disco_accel.graph.passes import AppliedPass
 from disco_accel.graph.spaces import BETWEEN_DEVICES, TO_DEVICE, TO_HOST, Space
 from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorSpec, Vertex, VertexKind
-from disco_accel.graph.traits import FROZEN, RENEWED, Traits
+from disco_accel.graph.traits import FROZEN, HOST_UPDATED, Traits
 from disco_accel.graph.values import never_changes
 from disco_accel.plan import make_plan
 from disco_accel.simulate.machine import Link, Machine
@@ -59,7 +59,7 @@ def test_random_graphs_stay_what_they_are() -> None:
     sending = planned = 0
     for seed in range(160):
         rng = random.Random(seed)
-        graph = random_taskgraph(rng, Shape(devices=1, renewed=0.1))
+        graph = random_taskgraph(rng, Shape(devices=1, host_updated=0.1))
         done, _ = randomly(graph, rng, rng.randint(2, 5))
         sent = from_neighbours(replace(done, graph=with_room(done.graph, 2.0)), FAST)
         if sent is None:
@@ -72,7 +72,7 @@ def test_random_graphs_stay_what_they_are() -> None:
         except BudgetTooSmall:
             continue
         except Exception as error:
-            assert "cannot plan" in str(error), "renewed weights are beyond one of the planners"
+            assert "cannot plan" in str(error), "host-updated weights are beyond one of the planners"
             continue
         planned += 1
         verify(checked, plan)
@@ -135,6 +135,6 @@ def test_neighbours_are_asked_where_that_is_faster(devices: int) -> None:
         applied(4 * SIZE, SLOW),
         applied(9 * SIZE, FAST),
         applied(4 * SIZE, FAST, peers=False),
-        applied(4 * SIZE, FAST, RENEWED),
+        applied(4 * SIZE, FAST, HOST_UPDATED),
     ):
         assert other == f"a part of the batch on each of {devices} devices"

@@ -12,7 +12,7 @@ import torch
 from disco_accel.capture.captured_step import CapturedStep, InputSource
 from disco_accel.capture.step import capture_step
 from disco_accel.decompose.tensor import ranks as all_ranks
-from disco_accel.decompose.tensor.placements import ALL_REDUCE, Shard, local_shape, refactored
+from disco_accel.decompose.tensor.local_graph import ALL_REDUCE, Shard, local_shape, refactored
 from disco_accel.decompose.tensor.propagate import of_one_rank
 from disco_accel.errors import CaptureError
 from disco_accel.graph.taskgraph import TensorArg

@@ -114,7 +114,7 @@ MUTANTS = (
         (_SECOND + "test_a_plan_that_is_made_while_another_device_is_current",),
         {"EMULATED_DEVICES": 2},
         # PyTorch's guard around the engine's constructor does the same.
-        (("disco_accel/execute/executor.py", "            with self._backend.current():\n", "            if True:\n"),),
+        (("disco_accel/execute/executor.py", "        with backend.current():\n", "        if True:\n"),),
     ),
     Mutant(
         "loss read before its copy",

@@ -94,7 +94,7 @@ FORMS: Mapping[str, Form] = {
     "tail": Form(False),
     "tail in pieces": Form(False, 4),
     "head": Form(True),
-    "head in pieces": Form(True, 2, "renewed"),
+    "head in pieces": Form(True, 2, "host_updated"),
 }
 
 
@@ -155,7 +155,7 @@ class HostTraining:
         self.scale = b.on_host(b.weight, homes.scale)
         self.before = []
         if form.head:
-            make = b.input if form.gradients == "foreign" else b.renewed
+            make = b.input if form.gradients == "foreign" else b.host_updated
             self.before = [b.on_host(make, gradient) for gradient in homes.before]
         self.last = list(self.weights)
         self._build()

@@ -23,7 +23,7 @@ from disco_accel.graph.taskgraph import (
     Vertex,
     VertexKind,
 )
-from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN, RENEWED, RENEWED_STATE, STATE
+from disco_accel.graph.traits import FOREIGN, FROZEN, HOST_UPDATED, HOST_UPDATED_STATE, LATE_FOREIGN, STATE
 from disco_accel.graph.values import is_foreign, overwrites
 from disco_accel.measure.record import OpRecord, apply, record
 from disco_accel.native.host_memory import bytes_of, footprint
@@ -72,16 +72,16 @@ class Builder:
         self.clean[vertex] = bytes_of(tensor)
         return Value((vertex, 0), tensor.to(self.device))
 
-    def renewed(self, tensor: torch.Tensor) -> Value:
+    def host_updated(self, tensor: torch.Tensor) -> Value:
         """An input that the host has and changes between steps."""
-        vertex = self._input(tensor, traits=RENEWED)
+        vertex = self._input(tensor, traits=HOST_UPDATED)
         self.clean[vertex] = bytes_of(tensor)
         return Value((vertex, 0), tensor.to(self.device, copy=True))
 
-    def state(self, home: torch.Tensor, renewed: bool = False) -> Value:
+    def state(self, home: torch.Tensor, host_updated: bool = False) -> Value:
         """A value that kernels change over steps, at home in ``home``. Eager execution changes a copy of it.
-        ``renewed``: the host changes it too, between steps."""
-        vertex = self._input(home, traits=RENEWED_STATE if renewed else STATE)
+        ``host_updated``: the host changes it too, between steps."""
+        vertex = self._input(home, traits=HOST_UPDATED_STATE if host_updated else STATE)
         self.states[vertex] = bytes_of(home)
         return Value((vertex, 0), home.to(self.device, copy=True))
 

@@ -32,14 +32,14 @@ def weights_of(count: int = 3) -> list[torch.Tensor]:
     return [torch.randn(WIDTH, WIDTH, generator=generator) / 4 for _ in range(count)]
 
 
-def training(weights: Sequence[torch.Tensor], *, twice: bool = False, renewed: bool = False) -> Program:
+def training(weights: Sequence[torch.Tensor], *, twice: bool = False, host_updated: bool = False) -> Program:
     """A step of SGD over homes ``weights``: forward, gate, backward with an update of each layer as it goes; ``twice``:
-    a decay of all weights at the end; ``renewed``: the host changes weights too. Kept: ``y``, and the last version of
-    weight i as ``w<i>``."""
+    a decay of all weights at the end; ``host_updated``: the host changes weights too. Kept: ``y``, and the last version
+    of weight i as ``w<i>``."""
 
     def program(b: Builder, g: torch.Generator) -> None:
         hidden = [b.input(torch.randn(ROWS, WIDTH, generator=g))]
-        states = [b.state(weight, renewed) for weight in weights]
+        states = [b.state(weight, host_updated) for weight in weights]
         for state in states:
             hidden.append(b.call("tanh", b.call("mm", hidden[-1], state)))
         b.call("sum", hidden[-1], out="loss")

@@ -32,7 +32,7 @@ from tests.support.faults.range_faults import ranged_plans
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
 from tests.support.oracles.adversary import run_reference
 from tests.support.plans.home_plans import home_plans
-from tests.support.plans.renewed_plans import renewed_plans
+from tests.support.plans.host_updated_plans import host_updated_plans
 from tests.support.plans.state_plans import state_plans
 
 GRAPHS = Path(__file__).parents[1] / "data" / "graphs"
@@ -182,7 +182,7 @@ PLANS: dict[str, Callable[[], list[tuple[TaskGraph, MemGraph]]]] = {
     "build": lambda: planned("build", 60, Shape()),
     "timed": lambda: planned("timed", 60, Shape()),
     "changing over steps": lambda: state_plans(60),
-    "renewed": lambda: renewed_plans(40),
+    "host_updated": lambda: host_updated_plans(40),
     "at homes": lambda: home_plans(60),
     "in ranges": lambda: ranged_plans(30),
 }
@@ -243,7 +243,7 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     (r"vertex w: stays: expected true or false", vertex(0, stays=1)),
     (r"vertex w \(input\): arrival: .*is there when one starts", vertex(0, arrival="gate")),
     (r"vertex x \(input\): stays: only a value that lives over steps", vertex(1, stays=True)),
-    (r"vertex t \(input\): renewed: only a value that lives over steps", vertex(2, renewed=True)),
+    (r"vertex t \(input\): host_updated: only a value that lives over steps", vertex(2, host_updated=True)),
     (r"vertex w: home: expected an integer", vertex(0, home="disk")),
     (r"vertex w \(input\): home: there is no space -2", vertex(0, home=-2)),
     (r"vertex w \(input\): home: 1 is not a space of the graph in which no kernels run", vertex(0, home=1)),

@@ -19,7 +19,7 @@ from disco_accel.graph.files import (
 )
 from disco_accel.graph.spaces import Space, SpaceKind
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind, with_at_least
-from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN, MADE_FOREIGN, PER_STEP, RENEWED_STATE, STATE
+from disco_accel.graph.traits import FOREIGN, FROZEN, HOST_UPDATED_STATE, LATE_FOREIGN, MADE_FOREIGN, PER_STEP, STATE
 from disco_accel.plan import make_plan
 from disco_accel.verify.static import verify
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_working_sets
@@ -60,7 +60,7 @@ def test_the_vertex_that_needs_most_is_found_with_what_it_shares() -> None:
 
 
 HOST_DEVICE = Space(1, 1 << 20, kind=SpaceKind.HOST)
-WEIGHT = Vertex(0, VertexKind.INPUT, 0, "w", sizes=(512,), traits=RENEWED_STATE)
+WEIGHT = Vertex(0, VertexKind.INPUT, 0, "w", sizes=(512,), traits=HOST_UPDATED_STATE)
 TANGENT = Vertex(1, VertexKind.INPUT, 0, "t", sizes=(256,), traits=LATE_FOREIGN)
 GRADIENT = Vertex(2, VertexKind.KERNEL, 0, "mm", ((0, 0), (1, 0)), (512,))
 LEAVES = Vertex(3, VertexKind.COPY, 1, "out", ((2, 0),), (512,), traits=MADE_FOREIGN, source=0)
@@ -86,10 +86,10 @@ REFUSED = {
     r"vertex 5 \(scale\): inplace: vertex 3 is external": Vertex(
         5, VertexKind.KERNEL, 1, "scale", ((3, 0),), (512,), inplace=((0, 0),)
     ),
-    r"vertex 0 \(w\): renewed: only a value that lives over steps, that is not foreign": replace(
-        WEIGHT, traits=replace(FOREIGN, renewed=True)
+    r"vertex 0 \(w\): host_updated: only a value that lives over steps, that is not foreign": replace(
+        WEIGHT, traits=replace(FOREIGN, host_updated=True)
     ),
-    r"vertex 0 \(w\): renewed: .* that may leave": replace(WEIGHT, traits=replace(RENEWED_STATE, stays=True)),
+    r"vertex 0 \(w\): host_updated: .* that may leave": replace(WEIGHT, traits=replace(HOST_UPDATED_STATE, stays=True)),
 }
 
 
@@ -105,7 +105,7 @@ def test_both_traits_survive_files(tmp_path: Path) -> None:
     graph = step()
     plan = make_plan(graph, cyclic=True, planner="timed")
     verify(graph, plan)
-    for traits in (MADE_FOREIGN, RENEWED_STATE):
+    for traits in (MADE_FOREIGN, HOST_UPDATED_STATE):
         (vertex,) = (vertex for vertex in graph.vertices if vertex.traits == traits)
         other = step(replace(vertex, traits=PER_STEP if traits == MADE_FOREIGN else STATE))
         assert fingerprint(other) != fingerprint(graph)

@@ -11,7 +11,7 @@ import torch
 from disco_accel.errors import CaptureError, ExecutionError
 from disco_accel.execute.executor import Executor
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.measure.record import Allocation, OpRecord, apply, record
+from disco_accel.measure.record import OpRecord, _Allocation, apply, record
 from disco_accel.native.op_encoding import out_overload
 from tests.execute import samples
 from tests.execute.programs import Builder, assert_bits, build, bump_plan, measured, step
@@ -45,7 +45,7 @@ def test_generated_out_overloads_are_not_used() -> None:
     assert out_overload("aten::embedding", "default") is None
     found = _record_of("_to_copy", torch.randn(8, 8), dtype=torch.bfloat16)
     assert not found.native_out
-    assert found.allocations == (Allocation(128, 0),)
+    assert found.allocations == (_Allocation(128, 0),)
 
 
 def test_outputs_and_temporaries_are_told_apart() -> None:
@@ -143,8 +143,8 @@ def test_a_call_that_allocates_otherwise_than_recorded_fails_by_name() -> None:
     builder = build(samples.language_model)
     graph, records = measured(builder)
     kernel = next(v.id for v in graph.vertices if v.op == "aten::embedding")
-    wrong = replace(records[kernel], allocations=(Allocation(64, 0),))
-    more = replace(records[kernel], allocations=(*records[kernel].allocations, Allocation(64, 0)))
+    wrong = replace(records[kernel], allocations=(_Allocation(64, 0),))
+    more = replace(records[kernel], allocations=(*records[kernel].allocations, _Allocation(64, 0)))
     for record_, message in ((wrong, "asks for 4096 bytes where 64 were recorded"), (more, "1 allocations where 2")):
         changed = {**records, kernel: record_}
         executor = Executor(bump_plan(graph), graph.ops, changed, clean=builder.clean)

@@ -23,7 +23,7 @@ from disco_accel.verify.static import verify
 from tests.support.graphs.strategies import random_taskgraph, with_working_sets
 from tests.support.graphs.weight_chains import tight_chain
 from tests.support.oracles.adversary import run_reference
-from tests.support.plans.renewed_plans import RENEWED_SHAPES
+from tests.support.plans.host_updated_plans import HOST_UPDATED_SHAPES
 from tests.support.plans.state_plans import TIMED_SHAPES
 
 MACHINE = Machine(links={TO_DEVICE: Link(1e9, 0.0), TO_HOST: Link(1e9, 0.0)})
@@ -114,12 +114,12 @@ def test_plans_with_the_programs_gaps_pass_both_judges() -> None:
 
 
 def test_values_that_change_pass_both_judges_too() -> None:
-    """States that a step changes, and inputs that the host renews, beside those that stay as they are."""
+    """States that a step changes, and inputs that the host updates, beside those that stay as they are."""
     planned = 0
     settings = TimedSettings(program_gaps_from=0, redrafts=2)
     for seed in range(120):
         rng = random.Random(seed)
-        graph = random_taskgraph(rng, replace(rng.choice((*TIMED_SHAPES, *RENEWED_SHAPES)), devices=1))
+        graph = random_taskgraph(rng, replace(rng.choice((*TIMED_SHAPES, *HOST_UPDATED_SHAPES)), devices=1))
         graph = with_working_sets(graph, rng.choice((1.1, 1.3, 1.6, 2.0)))
         with suppress(Infeasible, PlanError):
             plan = build_timed(graph, MACHINE, cyclic=rng.random() < 0.7, settings=settings)

@@ -17,7 +17,7 @@ from disco_accel.graph.files import read_taskgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.spaces import HOST, TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind, with_memory
-from disco_accel.graph.traits import FROZEN, Access, Arrival, Lifetime, Traits
+from disco_accel.graph.traits import FROZEN, Arrival, Traits
 from disco_accel.graph.values import changes_over_steps, lasting_versions, may_leave
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound.lower_bound import bound_of
@@ -273,4 +273,4 @@ def test_traits_that_contradict_each_other_are_named_and_all_others_go_through_a
 def test_contradicting_traits_are_refused_in_memory_too() -> None:
     graph = update_graph(UpdateShape(layers=1), EVERYTHING)
     with pytest.raises(GraphFileError, match=r"vertex 1 \(w0\): arrival: a value that lives from step to step"):
-        edited(graph, 1, traits=Traits(Lifetime.STEPS, Access.READ, Arrival.GATE))
+        edited(graph, 1, traits=replace(FROZEN, arrival=Arrival.GATE))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from disco_accel.errors import ExecutionError, GraphFileError, PlanError, VerifyError
-from disco_accel.execute.program import Lowering, Memory
+from disco_accel.execute.program import Memory, lower
 from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.files import read_memgraph, read_taskgraph, write_memgraph, write_taskgraph
@@ -130,7 +130,7 @@ def test_the_engine_refuses_it_by_name(planned: tuple[TaskGraph, MemGraph]) -> N
         f"vertex {load.id} copies from space {DISK} to space 0: the engine copies between devices and the host alone"
     )
     with pytest.raises(ExecutionError, match=message):
-        Lowering(part, {}, {}, memory, cast(Any, None)).run()
+        lower(part, {}, {}, memory, cast(Any, None))
 
 
 def test_a_kernel_on_the_host_uses_no_value_in_storage() -> None:
@@ -150,7 +150,7 @@ def test_random_graphs_with_homes_in_storage_are_planned(planner: str) -> None:
     """Also values that change over steps: they are written back to where they were loaded from."""
     shape = Shape(vertices=30, inputs=12, inplace=0.0)
     if planner == "timed":
-        shape = replace(shape, states=0.4, renewed=0.2)
+        shape = replace(shape, states=0.4, host_updated=0.2)
     both = written = 0
     for seed in range(60):
         rng = random.Random(seed)

@@ -24,7 +24,7 @@ FACTORS = (1.0, 1.2, 1.5, 2.0, 3.0, 10.0)
 
 def case(rng: random.Random) -> tuple[StepRequirements, Machine, dict[str, Any]]:
     """A step with durations, and what a draft may hold on to: some buffers for good, some between uses."""
-    shape = rng.choice((Shape(vertices=rng.choice((24, 60, 120))), Shape(states=0.4, renewed=0.3), *HOME_SHAPES))
+    shape = rng.choice((Shape(vertices=rng.choice((24, 60, 120))), Shape(states=0.4, host_updated=0.3), *HOME_SHAPES))
     graph = random_taskgraph(rng, shape)
     graph = run_passes(with_room(graph, rng.choice(FACTORS)), (INPUTS_BY_USE,))
     durations = [replace(v, duration=rng.random() * 1e-4) if v.duration else v for v in graph.vertices]

@@ -29,7 +29,7 @@ SHAPES = (
     Shape(vertices=20, devices=4, gate=False, keep=0.3),
     Shape(vertices=20, devices=6, inplace=0.4, may_inplace=0.4),
     Shape(vertices=20, devices=5, states=0.3),
-    Shape(vertices=20, devices=5, states=0.2, renewed=0.5),
+    Shape(vertices=20, devices=5, states=0.2, host_updated=0.5),
 )
 FACTORS = (0.9, 1.0, 1.3, 2.0, 6.0)
 

@@ -26,7 +26,7 @@ from disco_accel.simulate.simulator import Link, Machine, simulate
 from tests.support.faults.range_faults import ranged_plans
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
 from tests.support.graphs.weight_chains import tight_chain
-from tests.support.plans.renewed_plans import RENEWED_SHAPES
+from tests.support.plans.host_updated_plans import HOST_UPDATED_SHAPES
 from tests.support.plans.state_plans import TIMED_SHAPES
 
 MACHINE = Machine(links={TO_DEVICE: Link(1000.0, 0.0), TO_HOST: Link(1000.0, 0.0)})
@@ -34,7 +34,7 @@ SHAPES = (
     Shape(keep=0.05),
     Shape(vertices=40, devices=2),
     Shape(devices=1, inplace=0.4),
-    *RENEWED_SHAPES,
+    *HOST_UPDATED_SHAPES,
     *TIMED_SHAPES,
 )
 
@@ -50,7 +50,7 @@ def chain(weights: int, memory: int, seconds: float) -> TaskGraph:
 
 @cache
 def some_plans() -> list[tuple[MemGraph, Machine]]:
-    """Return repeating plans of random graphs, one device and several, states, renewed values and ranges among them."""
+    """Repeating plans of random graphs, one device and several, with states, host-updated values and ranges."""
     link = Link(3e6, 1e-5)
     ranged = [plan for _, plan in ranged_plans(8) if plan.cyclic]
     found = [(plan, Machine(links={TO_DEVICE: link, TO_HOST: link})) for plan in ranged[:4]]

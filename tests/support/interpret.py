@@ -90,8 +90,8 @@ def serial_peak(graph: TaskGraph) -> int:
         peak = max(peak, live)
         live -= sum(size[ref] for ref in mine if ref not in last and vertex.id not in kept)
         for ref in dying.get(index, []):
-            renewed = any(overwritten == ref for _, overwritten in overwrites(vertex))
-            if ref[0] not in kept and not renewed:
+            in_place = any(overwritten == ref for _, overwritten in overwrites(vertex))
+            if ref[0] not in kept and not in_place:
                 live -= size.get(ref, 0)
     return peak
 

@@ -35,8 +35,13 @@ from tests.support.faults.range_faults import RANGE_FAULTS, ranged_plan, ranged_
 from tests.support.faults.state_faults import STATE_FAULTS
 from tests.support.graphs.strategies import Shape, held, random_taskgraph, with_room, with_working_sets, working_set
 from tests.support.oracles.adversary import run_reference
+from tests.support.plans.host_updated_plans import (
+    HOST_UPDATED_FAULTS,
+    HOST_UPDATED_SHAPES,
+    has_host_updated,
+    host_updated_plans,
+)
 from tests.support.plans.plans import tight_plans
-from tests.support.plans.renewed_plans import RENEWED_FAULTS, RENEWED_SHAPES, has_renewed, renewed_plans
 from tests.support.plans.state_plans import TIMED_SHAPES, state_plans
 
 Plans = Callable[[int, int], list[tuple[TaskGraph, MemGraph]]]
@@ -69,10 +74,10 @@ def random_case(seed: int, result: Result) -> tuple[TaskGraph, MemGraph | None]:
     """Return the graph of ``seed`` and a plan of it; None if there is none."""
     rng = random.Random(seed)
     states = seed % _STATES_EVERY == 0
-    graph = random_taskgraph(rng, rng.choice((*TIMED_SHAPES, *RENEWED_SHAPES) if states else SHAPES))
+    graph = random_taskgraph(rng, rng.choice((*TIMED_SHAPES, *HOST_UPDATED_SHAPES) if states else SHAPES))
     graph = with_working_sets(graph, rng.choice(FACTORS))
     changed = any(len(versions) > 1 for versions in lasting_versions(graph.vertices).values())
-    if states and (changed or has_renewed(graph)):
+    if states and (changed or has_host_updated(graph)):
         return graph, _with_states(seed, graph, rng, result)
     policy, cyclic = rng.choice(sorted(POLICIES)), rng.random() < 0.5
     if rng.random() < 0.5:
@@ -97,7 +102,7 @@ def random_case(seed: int, result: Result) -> tuple[TaskGraph, MemGraph | None]:
 
 def _with_states(seed: int, graph: TaskGraph, rng: random.Random, result: Result) -> MemGraph | None:
     result.counts["graphs with states"] += any(changes_over_steps(vertex) for vertex in graph.vertices)
-    result.counts["graphs with renewed inputs"] += has_renewed(graph)
+    result.counts["graphs with host-updated inputs"] += has_host_updated(graph)
     try:
         return make_plan(graph, cyclic=rng.random() < 0.6, planner="timed")
     except BudgetTooSmall as error:
@@ -134,7 +139,7 @@ def hunt(seed: int, orders: int, result: Result, *, ranges: bool = False) -> Non
     graph, plan = ranged_plan(seed) if ranges else random_case(seed, result)
     if plan is not None:
         result.counts["plans with ranges"] += bool(ranged_values(plan))
-    if not ranges and not has_renewed(graph) and not any(changes_over_steps(vertex) for vertex in graph.vertices):
+    if not ranges and not has_host_updated(graph) and not any(changes_over_steps(vertex) for vertex in graph.vertices):
         feasible(seed, graph, result)
     if plan is None:
         return
@@ -151,7 +156,7 @@ def hunt(seed: int, orders: int, result: Result, *, ranges: bool = False) -> Non
 KINDS: Sequence[tuple[Mapping[str, Fault], Plans]] = (
     (FAULTS, tight_plans),
     (STATE_FAULTS, state_plans),
-    (RENEWED_FAULTS, renewed_plans),
+    (HOST_UPDATED_FAULTS, host_updated_plans),
     (RANGE_FAULTS, ranged_plans),
 )
 """Faults, and the plans that they are planted into."""

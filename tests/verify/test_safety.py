@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.faults.faults import FAULTS, RUN_FAULTS
 from tests.support.faults.state_faults import STATE_FAULTS, STATE_RUN_FAULTS
-from tests.support.plans.renewed_plans import RENEWED_FAULTS
+from tests.support.plans.host_updated_plans import HOST_UPDATED_FAULTS
 from tests.verify.safety import KINDS, Result, hunt, plant
 
 GRAPHS = int(os.environ.get("DISCO_SAFETY_GRAPHS", "1200"))
@@ -28,8 +28,8 @@ def test_no_planted_fault_goes_unnoticed() -> None:
     """Those of ranges have tests of their own."""
     result = Result()
     plant(20, result, first_seed=5, kinds=KINDS[:3])
-    assert result.planted == dict.fromkeys({**FAULTS, **STATE_FAULTS, **RENEWED_FAULTS}, 20)
+    assert result.planted == dict.fromkeys({**FAULTS, **STATE_FAULTS, **HOST_UPDATED_FAULTS}, 20)
     assert result.either == result.planted
     assert result.static == result.planted
-    for faults in (RUN_FAULTS, STATE_RUN_FAULTS, RENEWED_FAULTS):
+    for faults in (RUN_FAULTS, STATE_RUN_FAULTS, HOST_UPDATED_FAULTS):
         assert sum(result.dynamic[name] for name in faults) > 0.5 * 20 * len(faults)

@@ -11,7 +11,7 @@ import pytest
 from disco_accel.errors import Stalled, VerifyError
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
-from disco_accel.graph.traits import MADE_FOREIGN, RENEWED_STATE, Traits
+from disco_accel.graph.traits import HOST_UPDATED_STATE, MADE_FOREIGN, Traits
 from disco_accel.verify.static import verify
 from tests.support.faults.home_faults import HOME_FAULTS, HOME_RUN_FAULTS
 from tests.support.oracles.adversary import run_reference
@@ -37,7 +37,9 @@ def test_every_judge_accepts_good_plans() -> None:
         verify(graph, plan)
         assert is_safe(graph, plan)
         assert not refused_by_adversary(graph, plan, 4)
-    assert traits[MADE_FOREIGN] >= 20 and traits[RENEWED_STATE] >= 20, "the user's memory, and states renewed there"
+    assert traits[MADE_FOREIGN] >= 20 and traits[HOST_UPDATED_STATE] >= 20, (
+        "the user's memory, and states host-updated there"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(HOME_FAULTS))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch._subclasses import FakeTensorMode
 
+from disco_accel.capture.fake_kernels import fake_kernels, quiet
+from disco_accel.capture.storages import storage_bytes, tensor_spec, tensors_of
 from disco_accel.decompose.chunks.cuts import (
     Cut,
     Range,
@@ -20,15 +24,36 @@ from disco_accel.decompose.chunks.cuts import (
     same_layout,
     samples,
 )
-from disco_accel.decompose.chunks.fake_results import CallResults, Returned
-from disco_accel.decompose.chunks.loops import Axes, Loops
-from disco_accel.graph.taskgraph import Arg, OpCall, Ref, TensorArg, Vertex, tensor_args
+from disco_accel.decompose.chunks.loops import Axes, Loops, loops_of
+from disco_accel.graph.check import after_gate
+from disco_accel.graph.taskgraph import (
+    Arg,
+    EnumArg,
+    OpCall,
+    Ref,
+    TaskGraph,
+    TensorArg,
+    TensorSpec,
+    Vertex,
+    VertexKind,
+    tensor_args,
+)
+from disco_accel.graph.values import host_copy_exists, is_handed_out
+from disco_accel.native.op_encoding import op_overload
 
 _ABOUT_AS_FEW = 1.5
 """Three rows in chunks of one are as good as four chunks that no view of all rows follows."""
 
 Part = Mapping[int, Range]
 """Label of a loop → the part of it that a chunk of a kernel runs."""
+
+
+Returned = tuple[tuple[TensorSpec, int] | None, ...]
+"""Of each returned tensor its layout and the bytes of its memory; None for an undefined one."""
+
+
+Results = Callable[[OpCall], Returned | None]
+"""The results of a call; None if it refuses its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +120,54 @@ def ranges_of(axes: Axes, part: Part) -> dict[int, Range] | None:
     return made
 
 
-class Chooser:
-    """``count``: chunks that a large kernel is to have. ``fakes`` tell how results lie."""
+class Choices:
+    """How kernels of ``graph`` run in chunks, ``count`` of them where a kernel is large. A large kernel reads and makes
+    more than ``large`` bytes besides weights, which each chunk needs whole, or makes a value of more than ``value``
+    bytes. ``fakes`` tell how results lie. ``to_user``: vertices of the user's memory."""
 
     def __init__(
-        self, count: int, large: int, fakes: CallResults, sizes: Mapping[Ref, int], weights: Collection[int]
+        self, graph: TaskGraph, count: int, large: int, value: int, fakes: Results, to_user: Collection[int]
     ) -> None:
-        """``large``: bytes, of one copy, that are too many to be made. ``sizes``: bytes of every value; ``weights``:
-        vertices of weights, which each chunk needs whole."""
-        self._count, self._large, self._fakes, self._sizes, self._weights = count, large, fakes, sizes, weights
+        self._graph, self._count, self._large, self._value, self._fakes = graph, count, large, value, fakes
+        self._to_user = to_user
+        self._sizes = {(v.id, k): size for v in graph.vertices for k, size in enumerate(v.sizes)}
+        self._behind_gate = after_gate(graph.vertices)
+        self.weights = _made_of_weights(graph)
 
-    def chosen(
-        self, vertex: Vertex, call: OpCall, loops: Loops, cuts: Mapping[Ref, Cut], traits: KernelTraits
+    def made(self, stay_whole: Collection[int]) -> dict[int, ChunkedKernel]:
+        """Kernel → its chunks, for those that are not to ``stay_whole``."""
+        chunked: dict[int, ChunkedKernel] = {}
+        cuts: dict[Ref, Cut] = {}
+        for vertex in self._graph.vertices:
+            call = self._graph.ops.get(vertex.id)
+            if vertex.kind is not VertexKind.KERNEL or call is None or vertex.id in stay_whole:
+                continue
+            traits = self._traits(vertex)
+            if not traits.large and not any(ref in cuts for ref in vertex.inputs):
+                continue
+            loops = loops_of(call)
+            made = None if loops is None else self._chosen(vertex, call, loops, cuts, traits)
+            if made is not None:
+                chunked[vertex.id] = made
+                cuts |= {(vertex.id, output): cut for output, cut in made.cuts.items()}
+        return chunked
+
+    def _traits(self, vertex: Vertex) -> _KernelTraits:
+        moved = sum(vertex.sizes) + sum(
+            self._sizes[ref] for ref in dict.fromkeys(vertex.inputs) if ref[0] not in self.weights
+        )
+        return _KernelTraits(
+            large=(moved > self._large or max(vertex.sizes) > self._value) and vertex.id not in self.weights,
+            handed_out=is_handed_out(vertex),
+            backward=vertex.id in self._behind_gate,
+            to_user=any(producer in self._to_user for producer, _ in vertex.inputs),
+        )
+
+    def _chosen(
+        self, vertex: Vertex, call: OpCall, loops: Loops, cuts: Mapping[Ref, Cut], traits: _KernelTraits
     ) -> ChunkedKernel | None:
-        """The best way to run ``vertex`` in chunks, the values of ``cuts`` being so; None if there is none.
-
-        One that is not large only follows its inputs, without copies.
-        """
+        """The best way to run ``vertex`` in chunks, the values of ``cuts`` being so; None if there is none. One that is
+        not large only follows its inputs, without copies."""
         ways: list[tuple[int, int, ChunkedKernel]] = []
         for parts in self._candidates(vertex, call, loops, cuts, traits):
             made = self._made(vertex, call, loops, parts, traits)
@@ -123,7 +179,7 @@ class Chooser:
             if made.sums and not self._may_sum(made, traits):
                 continue
             ways.append((copied, read, made))
-        # Of ways that are about as good the first: what comes next follows the outermost dimensions.
+        # Of ways that are about as good the first: the next ops follow the outermost dimensions.
         least = min((read for _, read, _ in ways), default=0)
 
         def rank(way: tuple[int, int, ChunkedKernel]) -> tuple[bool, bool, bool, int, bool]:
@@ -136,7 +192,7 @@ class Chooser:
         return next((made for _, _, made in ways if self._lies_as_expected(made)), None)
 
     def _candidates(
-        self, vertex: Vertex, call: OpCall, loops: Loops, cuts: Mapping[Ref, Cut], traits: KernelTraits
+        self, vertex: Vertex, call: OpCall, loops: Loops, cuts: Mapping[Ref, Cut], traits: _KernelTraits
     ) -> Iterator[tuple[Part, ...]]:
         """Parts as an input is cut; then, of a large kernel, any loop in as many as are wanted."""
         seen = []
@@ -156,7 +212,7 @@ class Chooser:
             yield from (parts for parts in ways if parts is not None and parts not in seen)
 
     def _made(
-        self, vertex: Vertex, call: OpCall, loops: Loops, parts: tuple[Part, ...], traits: KernelTraits
+        self, vertex: Vertex, call: OpCall, loops: Loops, parts: tuple[Part, ...], traits: _KernelTraits
     ) -> ChunkedKernel | None:
         cuts, sums, alike = dict[int, Cut](), list[int](), list[int]()
         labels = set(parts[0])
@@ -198,13 +254,13 @@ class Chooser:
             ref = made.vertex.inputs[arg.input]
             ranges = ranges_of(axes, made.parts[0]) or {}
             share = elements(narrowed(arg.spec, ranges)) / max(elements(arg.spec), 1)
-            read += 0 if ref[0] in self._weights else int(self._sizes[ref] * share)
+            read += 0 if ref[0] in self.weights else int(self._sizes[ref] * share)
             cut = cuts.get(ref)
             if cut is not None and not _in_one_chunk_each(arg, axes, made.parts, cut):
                 copied += self._sizes[ref]
         return copied, read
 
-    def _may_sum(self, made: ChunkedKernel, traits: KernelTraits) -> bool:
+    def _may_sum(self, made: ChunkedKernel, traits: _KernelTraits) -> bool:
         """Whether adding up parts of ``made`` is worth other bits: for a loss, and for gradients of weights."""
         scalars = all(r is None or not r.spec.shape for r in made.call.results)
         if scalars and (traits.handed_out or made.loops.part_args is not None):
@@ -226,9 +282,9 @@ class Chooser:
 
 
 @dataclass(frozen=True, slots=True)
-class KernelTraits:
-    """What decides how a kernel may be cut: it is ``large``; the user gets its results (``handed_out``); it is behind
-    the gate (``backward``); it writes results to the user's memory itself (``to_user``)."""
+class _KernelTraits:
+    """Facts that decide how a kernel may be cut. The user gets its results (``handed_out``); it is behind the gate
+    (``backward``); it writes results to the user's memory itself (``to_user``)."""
 
     large: bool
     handed_out: bool
@@ -236,9 +292,60 @@ class KernelTraits:
     to_user: bool
 
 
-def results_of_part(made: ChunkedKernel, part: int, call: OpCall, fakes: CallResults) -> Returned | None:
-    """What ``call``, chunk ``part`` of ``made``, returns; None unless that lies as the cuts say."""
-    returned = fakes.of(call)
+def _made_of_weights(graph: TaskGraph) -> set[int]:
+    """Inputs that the host has, and kernels that read nothing else: they unpack weights."""
+    made: set[int] = set()
+    for vertex in graph.vertices:
+        if host_copy_exists(vertex) or (vertex.inputs and all(producer in made for producer, _ in vertex.inputs)):
+            made.add(vertex.id)
+    return made
+
+
+def fake_results(device: torch.device) -> Results:
+    """Ask ops themselves, over tensors without bytes on ``device``, each call once."""
+    mode, known = FakeTensorMode(), dict[Any, Returned | None]()
+
+    def results(call: OpCall) -> Returned | None:
+        key = call.name, call.overload, repr(call.args)
+        if key not in known:
+            with quiet(), fake_kernels(), mode, torch.no_grad():
+                known[key] = _called(call, device)
+        return known[key]
+
+    return results
+
+
+def _called(call: OpCall, device: torch.device) -> Returned | None:
+    def tensor(spec: TensorSpec) -> torch.Tensor:
+        extent = 1 + spec.offset + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True) if n > 0)
+        memory = torch.empty(extent, dtype=getattr(torch, spec.dtype), device=device)
+        return memory.as_strided(spec.shape, spec.stride, spec.offset)
+
+    op = op_overload(call.name, call.overload)
+    pairs = [(_decoded(arg, tensor), formal) for arg, formal in zip(call.args, op._schema.arguments, strict=True)]
+    positional = [arg for arg, formal in pairs if not formal.kwarg_only]
+    named = {formal.name: arg for arg, formal in pairs if formal.kwarg_only}
+    try:
+        made = tensors_of(op(*positional, **named))
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        # The whole call went through; one for a part that does not is none.
+        return None
+    return tuple(None if each is None else (tensor_spec(each), storage_bytes(each)) for each in made)
+
+
+def _decoded(arg: Arg, tensor: Callable[[TensorSpec], torch.Tensor]) -> Any:
+    if isinstance(arg, TensorArg):
+        return tensor(arg.spec)
+    if isinstance(arg, EnumArg):
+        return torch.device(arg.value) if arg.kind == "device" else getattr(torch, arg.value)
+    if isinstance(arg, tuple):
+        return [_decoded(item, tensor) for item in arg]
+    return arg
+
+
+def results_of_part(made: ChunkedKernel, part: int, call: OpCall, fakes: Results) -> Returned | None:
+    """The results of ``call``, chunk ``part`` of ``made``; None unless they lie as the cuts say."""
+    returned = fakes(call)
     if returned is None or len(returned) != len(call.results):
         return None
     for k, (result, got) in enumerate(zip(call.results, returned, strict=True)):
@@ -261,7 +368,7 @@ def results_of_part(made: ChunkedKernel, part: int, call: OpCall, fakes: CallRes
 
 
 def lies_in_chunks(arg: TensorArg, axes: Axes, parts: Sequence[Part], cut: Cut) -> bool:
-    """Whether every one of ``parts`` reads of ``arg`` just what one chunk of ``cut`` has."""
+    """Whether every one of ``parts`` reads just one chunk of ``cut`` of ``arg``."""
     if cut.count != len(parts):
         return False
     try:

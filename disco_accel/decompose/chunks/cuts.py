@@ -22,10 +22,8 @@ class Unaligned(Exception):
 @dataclass(frozen=True, slots=True)
 class Cut:
     """Of a value of ``dtype`` that fills its memory: blocks of ``period`` elements, each in pieces of ``piece``
-    elements, the last perhaps a shorter one. Chunk j is the j-th pieces of all blocks, one behind the other.
-
-    Rows of a matrix are pieces of one block; heads of (tokens, heads, size) are pieces of one block for each token.
-    """
+    elements, the last perhaps a shorter one. Chunk j is the j-th pieces of all blocks, one behind the other. Rows of a
+    matrix are pieces of one block; heads of (tokens, heads, size) are pieces of one block for each token."""
 
     dtype: str
     period: int
@@ -49,11 +47,8 @@ def narrowed(spec: TensorSpec, ranges: Ranges) -> TensorSpec:
 
 
 def ranges_in(spec: TensorSpec, cut: Cut, chunk: int) -> dict[int, Range] | None:
-    """Return the ranges of ``spec``, a view of a whole value, that lie in ``chunk``; None if nothing of it does.
-
-    Raises:
-        Unaligned: no ranges are just that part.
-    """
+    """Return the ranges of ``spec``, a view of a whole value, that lie in ``chunk``; None if nothing of it does. Raises
+    Unaligned: no ranges are just that part."""
     if spec.dtype != cut.dtype:
         # Its strides count other elements.
         raise Unaligned

@@ -1,4 +1,4 @@
-"""Which dimensions of an op's arguments and results go together, op by op: what of it can run in parts.
+"""Dimensions of an op's arguments and results that go together, op by op: those in which it can run in parts.
 
 As in an einsum: a label for each loop of the op. A part of a loop needs the same part of every dimension that has its
 label, and makes the same part of every result that has it.
@@ -16,14 +16,14 @@ from disco_accel.native.op_encoding import op_overload
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class _Axis:
     """A dimension of the loop ``label``, an index of which stands for ``scale`` steps of that loop."""
 
     label: int
     scale: int = 1
 
 
-Axes = tuple[Axis | None, ...]
+Axes = tuple[_Axis | None, ...]
 """Of each dimension of a tensor; None: it is needed, or made, whole."""
 
 
@@ -84,14 +84,14 @@ def _result(call: OpCall, k: int = 0) -> TensorSpec | None:
 
 
 def _axes(labels: Sequence[int | None]) -> Axes:
-    return tuple(None if label is None else Axis(label) for label in labels)
+    return tuple(None if label is None else _Axis(label) for label in labels)
 
 
 def _broadcast(spec: TensorSpec, shape: Sequence[int], labels: Sequence[int | None]) -> Axes:
     """Axes of an operand of a result of ``shape``, aligned at the last dimension; of length 1 it serves every part."""
     behind = len(shape) - len(spec.shape)
     return tuple(
-        Axis(label) if label is not None and n == shape[behind + d] and n > 1 else None
+        _Axis(label) if label is not None and n == shape[behind + d] and n > 1 else None
         for d, n in enumerate(spec.shape)
         for label in [labels[behind + d]]
     )
@@ -238,12 +238,12 @@ def _attention(call: OpCall) -> Loops | None:
     rows, heads, groups = query.shape[0], query.shape[1], key.shape[1]
     if heads % groups:
         return None
-    of_heads = {groups: Axis(1, heads // groups), heads: Axis(1)}
+    of_heads = {groups: _Axis(1, heads // groups), heads: _Axis(1)}
 
     def axes(shape: Sequence[int]) -> Axes:
         if len(shape) < 3:
             return (None,) * len(shape)
-        by_row = Axis(0) if shape[0] == rows and rows > 1 else None
+        by_row = _Axis(0) if shape[0] == rows and rows > 1 else None
         return (by_row, of_heads.get(shape[1]) if shape[1] > 1 or heads == 1 else None, *(None for _ in shape[2:]))
 
     results: list[Axes] = []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from disco_accel.capture.inplace import overwritable
-from disco_accel.decompose.chunks.choice import ChunkedKernel, ranges_of, results_of_part, with_tensors
+from disco_accel.decompose.chunks.choice import ChunkedKernel, Results, ranges_of, results_of_part, with_tensors
 from disco_accel.decompose.chunks.cuts import (
     Cut,
     Unaligned,
@@ -21,7 +22,6 @@ from disco_accel.decompose.chunks.cuts import (
     ranges_in,
     same_layout,
 )
-from disco_accel.decompose.chunks.fake_results import CallResults
 from disco_accel.decompose.chunks.loops import goes_by_strides
 from disco_accel.decompose.chunks.runs import Run
 from disco_accel.graph.op_traits import Arithmetic, op_traits
@@ -39,16 +39,23 @@ from disco_accel.graph.taskgraph import (
 )
 
 
-class StaysWhole(Exception):
-    """The chunks of ``kernel`` would not lie as they should: it must run whole."""
+class _StaysWhole(Exception):
+    """The chunks of a kernel would not lie as they should: it must run whole."""
 
-    def __init__(self, kernel: int) -> None:
-        super().__init__(kernel)
-        self.kernel = kernel
+
+def rewritten(graph: TaskGraph, runs: Iterable[Run], fakes: Results, handed_out: frozenset[Ref]) -> Rewriting | int:
+    """``graph`` as its ``runs``; or the kernel that must run whole, since its chunks would not lie as they should."""
+    rewriting = Rewriting(graph, fakes, handed_out)
+    try:
+        for run in runs:
+            rewriting.add(run)
+    except _StaysWhole as error:
+        return int(error.args[0])
+    return rewriting
 
 
 @dataclass
-class Chunks:
+class _Chunks:
     """A value in chunks: how it is cut, and the value of each."""
 
     cut: Cut
@@ -61,14 +68,14 @@ class Rewriting:
     ``handed_out``: values of the whole graph that the user gets."""
 
     graph: TaskGraph
-    fakes: CallResults
+    fakes: Results
     handed_out: frozenset[Ref]
     vertices: list[Vertex] = field(default_factory=list)
     calls: dict[int, OpCall] = field(default_factory=dict)
     of: dict[int, int] = field(default_factory=dict)
     whole: dict[Ref, Ref] = field(default_factory=dict)
     """Value of the whole graph → the same here, where it is in one piece."""
-    chunks: dict[Ref, Chunks] = field(default_factory=dict)
+    chunks: dict[Ref, _Chunks] = field(default_factory=dict)
     made_by: dict[int, list[int]] = field(default_factory=dict)
     """Vertex of the whole graph → those that must have run when it has."""
     _slices: dict[tuple[Ref, TensorSpec], tuple[Ref, TensorSpec]] = field(default_factory=dict)
@@ -85,7 +92,7 @@ class Rewriting:
                 self.made_by[vertex.id] = [vertex.id]
 
     def add(self, run: Run) -> None:
-        """All of ``run``, chunk by chunk. Raises StaysWhole."""
+        """All of ``run``, chunk by chunk. Raises _StaysWhole."""
         for vertex in run.before:
             self._add_whole(vertex)
         members = {kernel.vertex.id for kernel in run.members}
@@ -161,7 +168,7 @@ class Rewriting:
 
     def _same_results(self, call: OpCall) -> tuple[OpResult | None, ...] | None:
         """The results of a call whose arguments lie otherwise now; None if they lie otherwise too."""
-        returned = self.fakes.of(call)
+        returned = self.fakes(call)
         if returned is None or len(returned) != len(call.results):
             return None
         results: list[OpResult | None] = []
@@ -182,7 +189,7 @@ class Rewriting:
         call = kernel.part_call(part, args)
         returned = results_of_part(kernel, part, call, self.fakes)
         if returned is None:
-            raise StaysWhole(old.id)
+            raise _StaysWhole(old.id)
         results = tuple(
             None if result is None or got is None else OpResult(result.output, got[0])
             for result, got in zip(call.results, returned, strict=True)
@@ -201,7 +208,7 @@ class Rewriting:
         self._add(vertex, old.id, call)
         ids[old.id].append(id_)
         for output, cut in kernel.cuts.items():
-            self.chunks.setdefault((old.id, output), Chunks(cut, [])).refs.append((id_, output))
+            self.chunks.setdefault((old.id, output), _Chunks(cut, [])).refs.append((id_, output))
         for output in kernel.alike:
             self.whole.setdefault((old.id, output), (id_, output))
         for output in kernel.sums:
@@ -221,7 +228,7 @@ class Rewriting:
         partial[old] = self._add_kernel(kernel.vertex, call, (partial[old], ref), kernel.vertex.sizes[output]), 0
 
     def _finish_sums(self, kernel: ChunkedKernel, partial: Mapping[Ref, Ref]) -> None:
-        """What the sums of all parts are to the user and to other kernels."""
+        """Sums of all parts take the place of the kernel's values, for the user and for other kernels."""
         old = kernel.vertex
         totals = {output: partial[old.id, output] for output in kernel.sums}
         if kernel.loops.mean:
@@ -238,11 +245,11 @@ class Rewriting:
 
     def _check(self, call: OpCall, kernel: ChunkedKernel) -> None:
         """A sum of parts lies as the part does, or the kernel stays whole."""
-        returned = self.fakes.of(call)
+        returned = self.fakes(call)
         expected = call.results[0]
         assert expected is not None
         if returned is None or returned[0] is None or returned[0][0] != expected.spec:
-            raise StaysWhole(kernel.vertex.id)
+            raise _StaysWhole(kernel.vertex.id)
 
     def _replace(self, vertex: Vertex) -> None:
         place = next(k for k in reversed(range(len(self.vertices))) if self.vertices[k].id == vertex.id)
@@ -255,7 +262,7 @@ class Rewriting:
         return vertex.id
 
     def _seen(self, ref: Ref, spec: TensorSpec) -> tuple[Ref, TensorSpec]:
-        """The value here that has what ``spec`` shows of the whole ``ref``, and how it lies there."""
+        """The value here with the elements that ``spec`` shows of the whole ``ref``, and how they lie there."""
         if ref in self.whole:
             return self.whole[ref], spec
         chunks = self.chunks[ref]
@@ -285,7 +292,7 @@ class Rewriting:
             self._contiguous[found] = (self._add_kernel(old, clone, (ref,), size), 0), made
         return self._contiguous[found]
 
-    def _slice(self, ref: Ref, spec: TensorSpec, chunks: Chunks) -> tuple[Ref, TensorSpec] | None:
+    def _slice(self, ref: Ref, spec: TensorSpec, chunks: _Chunks) -> tuple[Ref, TensorSpec] | None:
         """``spec`` in one chunk, or copied together from several; None where only a copy of the whole value will do."""
         parts = [(k, in_chunk(spec, chunks.cut, k), ranges_in(spec, chunks.cut, k)) for k in range(len(chunks.refs))]
         parts = [each for each in parts if each[1] is not None]
@@ -293,12 +300,9 @@ class Rewriting:
             k, found, ranges = parts[0]
             assert found is not None
             return (chunks.refs[k], found) if not ranges else None
-        itemsize = getattr(torch, spec.dtype).itemsize
         dims = [d for d, (n, s) in enumerate(zip(spec.shape, spec.stride, strict=True)) if n > 1 and s]
         dims.sort(key=lambda d: -spec.stride[d])
-        size = itemsize
-        for d in dims:
-            size *= spec.shape[d]
+        size = math.prod(spec.shape[d] for d in dims) * getattr(torch, spec.dtype).itemsize
         if size >= sum(self._size(each) for each in chunks.refs):
             return None
         cut_dims = {d for _, _, ranges in parts for d in ranges or ()}
@@ -320,7 +324,7 @@ class Rewriting:
         made = dense(spec.dtype, tuple(spec.shape[d] for d in dims), range(len(dims)))
         refs = [chunks.refs[k] for k, _, _ in parts]
         call = _cat(seen, dims.index(dim), made, "chunks")
-        if (returned := self.fakes.of(call)) is None or returned[0] is None or returned[0][0] != made:
+        if (returned := self.fakes(call)) is None or returned[0] is None or returned[0][0] != made:
             return None
         copied = self._concatenated(ref, refs, seen, dims.index(dim), made)
         strides = [0 if s == 0 else 1 for s in spec.stride]
@@ -332,9 +336,7 @@ class Rewriting:
         self, ref: Ref, refs: Sequence[Ref], seen: Sequence[TensorArg], dim: int, spec: TensorSpec
     ) -> int:
         old = self._old[ref[0]]
-        size = getattr(torch, spec.dtype).itemsize
-        for n in spec.shape:
-            size *= n
+        size = elements(spec) * getattr(torch, spec.dtype).itemsize
         call = _cat(seen, dim, spec, self.graph.ops[old.id].module)
         return self._add_kernel(old, call, refs, size)
 
@@ -353,7 +355,7 @@ def _argument(inputs: list[Ref], ref: Ref, spec: TensorSpec) -> TensorArg:
 
 
 def _multiplied_alike(call: OpCall, seen: Sequence[TensorArg]) -> bool:
-    """Whether a product of what is ``seen`` has the bits of ``call``: other strides may mean another routine."""
+    """Whether a product of the tensors ``seen`` has the bits of ``call``: other strides may mean another routine."""
     if op_traits(call.name).arithmetic is Arithmetic.NONE:
         return True
     pairs = zip(tensor_args(call.args), seen, strict=True)

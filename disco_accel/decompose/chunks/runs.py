@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -26,11 +26,8 @@ def runs_of(
     graph: TaskGraph, chunked: Mapping[int, ChunkedKernel], weights: Collection[int] = (), most: int = 0
 ) -> list[Run]:
     """Return all vertices but INPUTs, as runs in an order that keeps every dependency. One without members is of whole
-    vertices alone.
-
-    ``most``: bytes of ``weights``, by vertex, that the kernels of a run may need together: each chunk needs them anew,
-    and what does not stay from one to the next is loaded once for every chunk.
-    """
+    vertices alone. ``most``: bytes of ``weights``, by vertex, that the kernels of a run may need together. Each chunk
+    needs them anew, and those that do not stay are loaded for every chunk."""
     sizes = {(vertex.id, k): size for vertex in graph.vertices for k, size in enumerate(vertex.sizes)}
     runs = list[Run]()
     for run in _Runs(graph, chunked).made():
@@ -79,7 +76,7 @@ def _crossing(members: Sequence[ChunkedKernel], sizes: Mapping[Ref, int]) -> lis
 
 
 class _Runs:
-    """Invariant: nothing in ``_open`` depends on what is in ``_late``, and nothing in ``_between`` on ``_open``."""
+    """Invariant: nothing in ``_open`` depends on ``_late``, and nothing in ``_between`` on ``_open``."""
 
     def __init__(self, graph: TaskGraph, chunked: Mapping[int, ChunkedKernel]) -> None:
         self._graph, self._chunked = graph, chunked
@@ -103,7 +100,7 @@ class _Runs:
             elif not self._open:
                 self._done.append(Run(before=[vertex]))
             elif any(True for _ in overwrites(vertex)):
-                # Readers of what it overwrites come before it: none may move behind.
+                # Readers of the value that it overwrites come before it: none may move behind.
                 self._close()
                 self._done.append(Run(before=[vertex]))
             elif any(each in self._open or each in self._late for each in dependencies(vertex)):
@@ -123,10 +120,8 @@ class _Runs:
             return False
         if any(each in self._late for each in dependencies(kernel.vertex)):
             return False
-        return all(self._reads_its_chunk(kernel, ref) for ref in kernel.vertex.inputs if ref[0] in self._open)
-
-    def _reads_its_chunk(self, kernel: ChunkedKernel, ref: Ref) -> bool:
-        return reads_its_chunk(kernel, ref, self._open[ref[0]])
+        inputs = kernel.vertex.inputs
+        return all(_reads_its_chunk(kernel, ref, self._open[ref[0]]) for ref in inputs if ref[0] in self._open)
 
     def _close(self) -> None:
         if not self._open:
@@ -146,7 +141,7 @@ class _Runs:
         self._open, self._between, self._late = {}, [], {}
 
 
-def reads_its_chunk(kernel: ChunkedKernel, ref: Ref, maker: ChunkedKernel) -> bool:
+def _reads_its_chunk(kernel: ChunkedKernel, ref: Ref, maker: ChunkedKernel) -> bool:
     """Whether each chunk of ``kernel`` reads just the chunk of ``ref`` that ``maker``'s chunk of that number makes."""
     cut = maker.cuts.get(ref[1])
     if cut is None or maker.count != kernel.count:
@@ -158,12 +153,14 @@ def reads_its_chunk(kernel: ChunkedKernel, ref: Ref, maker: ChunkedKernel) -> bo
     )
 
 
-def at_the_ends(run: Run, reads: Callable[[ChunkedKernel, Ref], bool]) -> set[int]:
-    """Return the members that are not between two large ones: whole they are as good. ``reads``: whether a member reads
-    another's value chunk by chunk."""
+def at_the_ends(run: Run) -> set[int]:
+    """Return the members that are not between two large ones, of those that read each other's values chunk by chunk:
+    whole they are as good."""
     by_id = {kernel.vertex.id: kernel for kernel in run.members}
     near = {
-        kernel.vertex.id: [ref[0] for ref in kernel.vertex.inputs if ref[0] in by_id and reads(kernel, ref)]
+        kernel.vertex.id: [
+            ref[0] for ref in kernel.vertex.inputs if ref[0] in by_id and _reads_its_chunk(kernel, ref, by_id[ref[0]])
+        ]
         for kernel in run.members
     }
     behind_large = _spread([k.vertex.id for k in run.members], by_id, near)

@@ -1,11 +1,12 @@
-"""The graph of one rank, node by node as the rules make it."""
+"""The graph of one rank, node by node as the rules make it, and how its values lie on the ranks."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 from torch import fx
@@ -13,25 +14,75 @@ from torch import fx
 from disco_accel.capture.leaving_gradients import dense
 from disco_accel.capture.storages import storage_bytes, tensor_spec
 from disco_accel.capture.trace_log import node_info
-from disco_accel.decompose.tensor.placements import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    PARTIAL,
-    REPLICATED,
-    OfRank,
-    Partial,
-    Placement,
-    Shard,
-    local_shape,
-)
 from disco_accel.errors import CaptureError
 
 _ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """Each rank has a run of dimension ``dim``. With ``outer`` > 1 that dimension counts ``outer`` times the one that
+    is cut, as batch x heads does where a rank has some heads of each row."""
+
+    dim: int
+    outer: int = 1
+
+
+REPLICATED: Final = "replicated"
+"""Every rank has the value, with the same bits."""
+PARTIAL: Final = "partial"
+"""The value is the sum of those that the ranks have."""
+
+Placement = Literal["replicated", "partial"] | Shard
+
+
+class OfRank(int):
+    """A number that each rank has another of: rank r ``first + r * step``. As an int it is that of rank 0."""
+
+    step: int
+
+    def __new__(cls, first: int, step: int) -> OfRank:
+        """Rank 0 has ``first``."""
+        made = super().__new__(cls, first)
+        made.step = step
+        return made
+
+    def of(self, rank: int) -> int:
+        """The number that ``rank`` has."""
+        return int(self) + rank * self.step
+
+
+def refactored(before: Sequence[int], after: Sequence[int], shard: Shard, ranks: int) -> Shard | None:
+    """Where ``shard`` of a tensor of shape ``before`` is in a view of it of shape ``after``, both of all ranks
+    together; None where each rank's part is no run of one dimension there."""
+    lead = math.prod(before[: shard.dim]) * shard.outer
+    ahead = 1
+    for dim, length in enumerate(after):
+        if lead < ahead * length:
+            outer = lead // ahead
+            even = lead % ahead == 0 and length % (outer * ranks) == 0
+            return Shard(dim, outer) if even else None
+        ahead *= length
+    return None
+
+
+def local_shape(shape: Sequence[int], shard: Shard, ranks: int) -> list[int]:
+    """The shape of one rank's part of a tensor of ``shape``, cut as ``shard`` says."""
+    return [length // ranks if dim == shard.dim else length for dim, length in enumerate(shape)]
+
+
+_LIBRARY = torch.library.Library("disco_decompose", "DEF")
+_LIBRARY.define("all_reduce(Tensor x, str op) -> Tensor")
+_LIBRARY.define("all_gather(Tensor x, int dim) -> Tensor")
+
+# Exchanges between ranks in the graph of one of them. Never run: ranks.py writes them out.
+ALL_REDUCE: torch._ops.OpOverload = torch.ops.disco_decompose.all_reduce.default
+ALL_GATHER: torch._ops.OpOverload = torch.ops.disco_decompose.all_gather.default
+
+
+@dataclass(frozen=True, slots=True)
 class RankValue:
-    """What one rank has of a value, ``node`` of its graph, and how that lies among the others'."""
+    """One rank's part of a value, ``node`` of its graph, and how it lies among the others'."""
 
     node: fx.Node
     placement: Placement
@@ -100,7 +151,7 @@ class LocalGraph:
     _whole: dict[fx.Node, RankValue] = field(default_factory=dict)
 
     def emit(self, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add a call on what the rank has."""
+        """Add a call on the rank's tensors."""
         node = self.graph.call_function(target, _mapped(args, _node_of), _mapped(kwargs, _node_of))
         assert self.source is not None
         with self.mode, torch.no_grad():
@@ -116,12 +167,16 @@ class LocalGraph:
         node.meta = {**self.source.meta, "val": val}
         return node
 
-    def emit_call(self, call: Call) -> fx.Node:
-        """``call`` as it is, on what the rank has."""
-        return self.emit(call.target, *call.args, **call.kwargs)
+    def value(self, placement: Placement, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> RankValue:
+        """Add a call on the rank's tensors; its result has ``placement``."""
+        return RankValue(self.emit(target, *args, **kwargs), placement)
+
+    def called(self, call: Call, placement: Placement) -> RankValue:
+        """Add ``call`` as it is, on the rank's tensors; its result has ``placement``."""
+        return self.value(placement, call.target, *call.args, **call.kwargs)
 
     def items(self, node: fx.Node, placements: Sequence[Placement]) -> tuple[RankValue | None, ...]:
-        """The results of a call that has several, as they lie; None for what is no tensor."""
+        """The results of a call that has several, as they lie; None for a result that is no tensor."""
         made: list[RankValue | None] = []
         for index, (tensor, placement) in enumerate(zip(node.meta["val"], placements, strict=True)):
             item = None
@@ -158,9 +213,9 @@ class LocalGraph:
         return known
 
     def all_reduce(self, value: RankValue, op: str) -> fx.Node:
-        """The sum, or the max, of what the ranks have, in the order of their numbers."""
+        """The sum, or the max, of the ranks' tensors, in the order of their numbers."""
         if not _fills_memory(value.tensor):
-            value = RankValue(self.emit(_ATEN.clone.default, value, memory_format=torch.contiguous_format), PARTIAL)
+            value = self.value(PARTIAL, _ATEN.clone.default, value, memory_format=torch.contiguous_format)
         return self._collective(ALL_REDUCE, value, op, value.tensor.shape, tuple(value.tensor.stride()))
 
     def gathered(self, value: RankValue) -> fx.Node:
@@ -194,7 +249,7 @@ class LocalGraph:
             )
         part = length // self.ranks
         begin, end = OfRank(0, part), OfRank(part, part)
-        return RankValue(self.emit(_ATEN.slice_copy.Tensor, value, shard.dim, begin, end, 1), shard)
+        return self.value(shard, _ATEN.slice_copy.Tensor, value, shard.dim, begin, end, 1)
 
     def placeholder(self, node: fx.Node, shard: Shard) -> RankValue:
         """An input of which each rank has a part, contiguous."""
@@ -205,7 +260,7 @@ class LocalGraph:
 
 
 def _fills_memory(tensor: torch.Tensor) -> bool:
-    # A kernel's whole result: what is sent from rank to rank is the storage.
+    # A kernel's whole result: ranks send each other its storage.
     whole = tensor.numel() * tensor.element_size() == storage_bytes(tensor)
     return whole and tensor.storage_offset() == 0 and dense(tensor_spec(tensor))
 
@@ -239,4 +294,4 @@ def _tensor_of(value: RankValue) -> torch.Tensor:
 def _named(placement: Placement) -> str:
     if isinstance(placement, Shard):
         return f"cut along dimension {placement.dim}"
-    return "partial" if isinstance(placement, Partial) else "replicated"
+    return placement

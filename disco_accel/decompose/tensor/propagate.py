@@ -12,10 +12,8 @@ from torch import fx
 from disco_accel.capture.captured_step import InputSource, TracedStep
 from disco_accel.capture.rng import draws
 from disco_accel.capture.storages import storage_key
-from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, RankValue, Result
-from disco_accel.decompose.tensor.placements import REPLICATED, Shard
-from disco_accel.decompose.tensor.random_numbers import DRAW_RULES
-from disco_accel.decompose.tensor.rules import RULES
+from disco_accel.decompose.tensor.local_graph import REPLICATED, Call, LocalGraph, RankValue, Result, Shard
+from disco_accel.decompose.tensor.rules import DRAW_RULES, RULES
 from disco_accel.errors import CaptureError
 
 
@@ -26,7 +24,7 @@ def of_one_rank(traced: TracedStep, shards: Mapping[str, int], ranks: int) -> Tr
     trained one is an input as before, of which each rank takes its part. All outputs and gradients are whole.
 
     Raises:
-        CaptureError: a weight's length is no multiple of ``ranks``, or an op has no rule for what it is given.
+        CaptureError: a weight's length is no multiple of ``ranks``, or an op has no rule for its arguments.
     """
     return _Propagation(traced, shards, ranks).run()
 
@@ -39,7 +37,7 @@ class _Propagation:
         self._env: dict[fx.Node, Result] = {}
         self._wanted = frozenset(traced.graph.output_node().all_input_nodes)
         self._handed_out: dict[fx.Node, fx.Node] = {}
-        """What the user gets → the node that has it whole."""
+        """Node of a result for the user → the node that has it whole."""
 
     def run(self) -> TracedStep:
         sources = dict(zip(self._traced.graph.find_nodes(op="placeholder"), self._traced.sources, strict=True))
@@ -100,7 +98,7 @@ class _Propagation:
             made = self._local.graph.node_copy(call.node, lambda node: self._value(node).node)
             made.meta = dict(call.node.meta)
         else:
-            made = self._local.emit_call(call)
+            made = self._local.emit(call.target, *call.args, **call.kwargs)
         if isinstance(made.meta["val"], torch.Tensor):
             return RankValue(made, REPLICATED)
         return self._local.items(made, [REPLICATED] * len(made.meta["val"]))

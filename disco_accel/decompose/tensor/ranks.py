@@ -9,23 +9,13 @@ from dataclasses import dataclass, replace
 
 from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource, ValueBinding
 from disco_accel.decompose.micro_batches import StepOnParts
-from disco_accel.decompose.tensor.placements import ALL_GATHER, ALL_REDUCE, OfRank
-from disco_accel.graph.taskgraph import (
-    Arg,
-    OpCall,
-    OpResult,
-    Ref,
-    TaskGraph,
-    TensorArg,
-    TensorSpec,
-    Vertex,
-    VertexKind,
-)
+from disco_accel.decompose.tensor.local_graph import ALL_GATHER, ALL_REDUCE, OfRank
+from disco_accel.graph.taskgraph import Arg, OpCall, OpResult, Ref, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 from disco_accel.graph.traits import MADE_FOREIGN
 from disco_accel.graph.values import host_copy_exists, is_handed_out, overwrites
 
 IN_SLICES = 1 << 20
-"""Bytes from which on each rank adds up a slice of what is reduced, and sends the sum to the others."""
+"""Bytes of a reduced value from which on each rank adds up a slice, and sends the sum to the others."""
 
 _SUMS = {"sum": "aten::add", "max": "aten::maximum"}
 _REDUCE, _GATHER = ALL_REDUCE._schema.name, ALL_GATHER._schema.name
@@ -41,8 +31,8 @@ def on_ranks(
     """``captured``, the step of one of ``ranks`` ranks, on all of them.
 
     ``shards``: name of a weight → the dimension that is cut. Frozen ones are an input of each rank. Sums go in the
-    order of the ranks, on each rank the same, so that all get the same bits. What the user gets is made on rank 0, and
-    work of other ranks that nothing reads is left out. ``itemsize``: bytes of an element by dtype.
+    order of the ranks, on each rank the same, so that all get the same bits. Results for the user are made on rank 0,
+    and work of other ranks that nothing reads is left out. ``itemsize``: bytes of an element by dtype.
     """
     made = _Ranks(captured, shards, ranks, itemsize, in_slices)
     effect = f"the same kernels on each of {ranks} ranks, with their parts of weights; sums over ranks"
@@ -54,7 +44,7 @@ def on_ranks(
 
 @dataclass(frozen=True)
 class _Summand:
-    """What one rank adds: a value, seen through a spec."""
+    """A value that one rank adds, seen through a spec."""
 
     ref: Ref
     spec: TensorSpec
@@ -105,7 +95,7 @@ class _Ranks:
             elif call.name in (_REDUCE, _GATHER):
                 self._exchange(vertex, call)
             elif call.rng is not None or any(self._is_once(ref[0]) for _, ref in overwrites(vertex)):
-                # Drawn once, as on one device; the others get what rank 0 drew, and made of it in place.
+                # Drawn once, as on one device; the others get the result of rank 0, with its changes in place.
                 self._once(vertex, call)
             else:
                 for rank in range(self._ranks):

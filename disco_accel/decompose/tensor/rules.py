@@ -1,4 +1,4 @@
-"""What each op makes of values that are cut or partial: the rules of the propagation, by the name of the op."""
+"""Rules of the propagation, by the name of the op: results of arguments that are cut or partial."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, RankValue, Result
-from disco_accel.decompose.tensor.placements import PARTIAL, REPLICATED, Partial, Shard
+from disco_accel.decompose.tensor.local_graph import PARTIAL, REPLICATED, Call, LocalGraph, RankValue, Result, Shard
 from disco_accel.decompose.tensor.views import VIEW_RULES
 from disco_accel.decompose.tensor.vocabulary import VOCABULARY_RULES
 
@@ -21,12 +20,12 @@ _ATEN = torch.ops.aten
 def _pointwise(local: LocalGraph, call: Call) -> RankValue:
     """Operands are broadcast to one shape; each that is whole is cut as the others are."""
     if _keeps_partial(call):
-        return RankValue(local.emit_call(call), PARTIAL)
+        return local.called(call, PARTIAL)
     call = call.with_values(local.whole)
     # Counted from the last dimension, which is how shapes are broadcast.
     cuts = {(s.dim - v.tensor.dim(), s.outer) for v in call.values if isinstance(s := v.placement, Shard)}
     if not cuts:
-        return RankValue(local.emit_call(call), REPLICATED)
+        return local.called(call, REPLICATED)
     if len(cuts) > 1:
         raise call.refusal("has operands that are cut along different dimensions")
     ((dim, outer),) = cuts
@@ -38,11 +37,11 @@ def _pointwise(local: LocalGraph, call: Call) -> RankValue:
         return local.cut(value, Shard(value.tensor.dim() + dim, outer))
 
     call = call.with_values(cut)
-    return RankValue(local.emit_call(call), Shard(len(call.shape) + dim, outer))
+    return local.called(call, Shard(len(call.shape) + dim, outer))
 
 
 def _keeps_partial(call: Call) -> bool:
-    """Whether the sum of what the ranks get is what one device gets."""
+    """Whether the sum of the ranks' results is the result of one device."""
     partial = [v.placement == PARTIAL for v in call.values]
     if not any(partial):
         return False
@@ -73,7 +72,7 @@ def _product(local: LocalGraph, call: Call) -> RankValue:
         a, b = call.values
     if PARTIAL in (a.placement, b.placement):
         if REPLICATED in (a.placement, b.placement):
-            return RankValue(local.emit_call(call), PARTIAL)
+            return local.called(call, PARTIAL)
         call = call.with_values(local.whole)
         a, b = call.values
     of_a = a.placement if isinstance(a.placement, Shard) else None
@@ -82,15 +81,15 @@ def _product(local: LocalGraph, call: Call) -> RankValue:
         if of_a != of_b:
             raise call.refusal("has operands that are cut along different dimensions")
         assert of_a is not None
-        return RankValue(local.emit_call(call), of_a)
+        return local.called(call, of_a)
     if (of_a is not None and of_a.dim == inner) or (of_b is not None and of_b.dim == rows):
         return _over_inner(local, call, inner, rows)
     if of_a is not None and of_b is not None:
         raise call.refusal("has rows and columns that are cut")
     if of_a is not None:
-        return RankValue(local.emit_call(call), of_a)
+        return local.called(call, of_a)
     assert of_b is not None and of_b.dim == columns
-    return RankValue(local.emit_call(call), of_b)
+    return local.called(call, of_b)
 
 
 def _over_inner(local: LocalGraph, call: Call, inner: int, rows: int) -> RankValue:
@@ -106,7 +105,7 @@ def _over_inner(local: LocalGraph, call: Call, inner: int, rows: int) -> RankVal
     if placements != (Shard(inner, placements[0].outer), Shard(rows, placements[0].outer)):  # type: ignore[union-attr]
         raise call.refusal("has an inner dimension of which only one operand is cut")
     operands = iter((a, b))
-    return RankValue(local.emit_call(call.with_values(lambda _: next(operands))), PARTIAL)
+    return local.called(call.with_values(lambda _: next(operands)), PARTIAL)
 
 
 def _product_and_sum(local: LocalGraph, call: Call) -> RankValue:
@@ -124,13 +123,13 @@ def _product_and_sum(local: LocalGraph, call: Call) -> RankValue:
     assert isinstance(made.placement, Shard)
     if made.placement.dim == 1 and bias.placement == REPLICATED:
         bias = local.cut(bias, Shard(bias.tensor.dim() - 1, made.placement.outer))
-    return RankValue(local.emit(call.target, bias, *call.args[1:]), made.placement)
+    return local.value(made.placement, call.target, bias, *call.args[1:])
 
 
 def _sum_of(local: LocalGraph, call: Call, product: RankValue, bias: RankValue) -> RankValue:
     if bias.placement != REPLICATED:
         raise call.refusal("adds a bias that is cut to a sum that is not")
-    return RankValue(local.emit(_ATEN.add.Tensor, product, bias), REPLICATED)
+    return local.value(REPLICATED, _ATEN.add.Tensor, product, bias)
 
 
 def _reduction(local: LocalGraph, call: Call) -> RankValue:
@@ -139,19 +138,19 @@ def _reduction(local: LocalGraph, call: Call) -> RankValue:
     (value,) = call.values
     if value.placement == PARTIAL:
         if name == "sum":
-            return RankValue(local.emit_call(call), PARTIAL)
+            return local.called(call, PARTIAL)
         value = local.whole(value)
-        return RankValue(local.emit_call(call.with_values(lambda _: value)), REPLICATED)
+        return local.called(call.with_values(lambda _: value), REPLICATED)
     assert isinstance(value.placement, Shard)
     count = value.tensor.dim()
     dims = [d % count for d in (call.args[1] if len(call.args) > 1 else None) or range(count)]
     if value.placement.dim in dims:
         if name != "sum":
             raise call.refusal("goes over the dimension that is cut")
-        return RankValue(local.emit_call(call), PARTIAL)
+        return local.called(call, PARTIAL)
     keeps = len(call.args) > 2 and bool(call.args[2])
     before = 0 if keeps else sum(d < value.placement.dim for d in dims)
-    return RankValue(local.emit_call(call), Shard(value.placement.dim - before, value.placement.outer))
+    return local.called(call, Shard(value.placement.dim - before, value.placement.outer))
 
 
 def _along(local: LocalGraph, call: Call) -> RankValue:
@@ -160,7 +159,7 @@ def _along(local: LocalGraph, call: Call) -> RankValue:
     dim = next((arg for arg in call.args if isinstance(arg, int)), 0) % len(call.shape)
     cuts = {v.placement for v in call.values if isinstance(v.placement, Shard)}
     if not cuts:
-        return RankValue(local.emit_call(call), REPLICATED)
+        return local.called(call, REPLICATED)
     shard = cuts.pop()
     if cuts or shard.dim == dim:
         raise call.refusal("goes along a dimension that is cut")
@@ -170,7 +169,7 @@ def _along(local: LocalGraph, call: Call) -> RankValue:
         as_it_is = value.placement != REPLICATED or value.tensor.shape == (0,)
         return value if as_it_is else local.cut(value, shard)
 
-    return RankValue(local.emit_call(call.with_values(cut)), shard)
+    return local.called(call.with_values(cut), shard)
 
 
 def _attention(local: LocalGraph, call: Call) -> Result:
@@ -180,7 +179,7 @@ def _attention(local: LocalGraph, call: Call) -> Result:
     if shards - {Shard(1)}:
         raise call.refusal("is cut along another dimension than that of its heads")
     if not shards:
-        made = local.emit_call(call)
+        made = local.emit(call.target, *call.args, **call.kwargs)
         return local.items(made, [REPLICATED] * len(made.meta["val"]))
     heads = {v.tensor.shape[1] * local.ranks for v in call.values if isinstance(v.placement, Shard)}
 
@@ -189,7 +188,8 @@ def _attention(local: LocalGraph, call: Call) -> Result:
         per_head = value.placement == REPLICATED and value.tensor.dim() == 4 and value.tensor.shape[1] in heads
         return local.cut(value, Shard(1)) if per_head and value.tensor.shape[1] > 1 else value
 
-    made = local.emit_call(call.with_values(cut))
+    call = call.with_values(cut)
+    made = local.emit(call.target, *call.args, **call.kwargs)
     placements: list[Any] = []
     for ours, whole in zip(made.meta["val"], call.node.meta["val"], strict=True):
         same = not isinstance(ours, torch.Tensor) or ours.shape == whole.shape
@@ -201,10 +201,10 @@ def _like(local: LocalGraph, call: Call) -> RankValue:
     """Tensors that are filled with a number, of the dtype of a given one."""
     if call.target._schema.name.endswith("_like"):
         (value,) = call.values
-        if isinstance(value.placement, Partial):
-            return RankValue(local.emit_call(call), REPLICATED)
-        return RankValue(local.emit_call(call), value.placement)
-    return RankValue(local.emit_call(call), REPLICATED)
+        if value.placement == PARTIAL:
+            return local.called(call, REPLICATED)
+        return local.called(call, value.placement)
+    return local.called(call, REPLICATED)
 
 
 def _table() -> dict[str, Rule]:
@@ -231,3 +231,48 @@ def _table() -> dict[str, Rule]:
 
 RULES: dict[str, Rule] = _table()
 """Name of an op → its rule; other ops have none for values that are cut or partial."""
+
+
+def _empty_like(local: LocalGraph, call: Call) -> RankValue:
+    """Memory that is about to be filled, with random numbers mostly, is whole."""
+    like: torch.Tensor = call.node.meta["val"]
+    if not like.is_contiguous():
+        raise call.refusal("has a rule for contiguous tensors alone")
+    shape = list(like.shape)
+    return local.value(REPLICATED, _ATEN.empty.memory_format, shape, dtype=like.dtype, device=like.device)
+
+
+def _dropout(local: LocalGraph, call: Call) -> Result:
+    """native_dropout of ones is the mask of the whole tensor, scaled."""
+    call = call.with_values(local.whole)
+    value, probability, train = call.args
+    shape, like = list(call.source_shape(0)), value.tensor
+    ones = local.value(REPLICATED, _ATEN.ones.default, shape, dtype=like.dtype, device=like.device)
+    made = local.emit(call.target, ones, probability, train)
+    assert local.source is not None
+    local.drawn[local.source] = made
+    scaled, mask = local.items(made, [REPLICATED, REPLICATED])
+    assert scaled is not None and mask is not None
+    if isinstance(value.placement, Shard):
+        scaled, mask = local.cut(scaled, value.placement), local.cut(mask, value.placement)
+    return local.value(value.placement, _ATEN.mul.Tensor, value, scaled), mask
+
+
+def _dropout_backward(local: LocalGraph, call: Call) -> RankValue:
+    call = call.with_values(local.whole)
+    shards = {v.placement for v in call.values if isinstance(v.placement, Shard)}
+    if len(shards) > 1:
+        raise call.refusal("has operands that are cut along different dimensions")
+    if not shards:
+        return local.called(call, REPLICATED)
+    shard = shards.pop()
+    call = call.with_values(lambda value: local.cut(value, shard) if value.placement == REPLICATED else value)
+    return local.called(call, shard)
+
+
+DRAW_RULES: dict[str, Rule] = {
+    "aten::empty_like": _empty_like,
+    "aten::native_dropout": _dropout,
+    "aten::native_dropout_backward": _dropout_backward,
+}
+"""Those of dropout: its numbers are drawn for the whole tensor, as on one device, and each rank takes its part."""

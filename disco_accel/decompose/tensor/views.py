@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, RankValue, Result
-from disco_accel.decompose.tensor.placements import PARTIAL, REPLICATED, Shard, local_shape, refactored
+from disco_accel.decompose.tensor.local_graph import (
+    PARTIAL,
+    REPLICATED,
+    Call,
+    LocalGraph,
+    RankValue,
+    Result,
+    Shard,
+    local_shape,
+    refactored,
+)
 
 Arguments = Sequence[Any]
 Of = Callable[[LocalGraph, Call, Shard], "tuple[Shard, Arguments] | None"]
-"""Where the cut dimension of the first argument is in the result, and the other arguments for what a rank has. None:
-the op goes along it."""
+"""Where the cut dimension of the first argument is in the result, and the other arguments for a rank's part. None: the
+op goes along it."""
 
 
 def _rule(of: Of) -> Callable[[LocalGraph, Call], Result]:
@@ -20,7 +29,7 @@ def _rule(of: Of) -> Callable[[LocalGraph, Call], Result]:
         if value.placement == PARTIAL and any(isinstance(filler, float) and filler for filler in call.args[2:]):
             # Each rank would pad with another number than zero.
             value = local.whole(value)
-            return RankValue(local.emit(call.target, value, *call.args[1:], **call.kwargs), REPLICATED)
+            return local.value(REPLICATED, call.target, value, *call.args[1:], **call.kwargs)
         if value.placement == PARTIAL:
             return local.view_of_partial(value, lambda it: local.emit(call.target, it, *call.args[1:], **call.kwargs))
         assert isinstance(value.placement, Shard)
@@ -28,7 +37,7 @@ def _rule(of: Of) -> Callable[[LocalGraph, Call], Result]:
         if made is None:
             raise call.refusal("goes along the dimension that is cut")
         shard, arguments = made
-        return RankValue(local.emit(call.target, value, *arguments, **call.kwargs), shard)
+        return local.value(shard, call.target, value, *arguments, **call.kwargs)
 
     return rule
 
@@ -92,7 +101,7 @@ def _selected(_local: LocalGraph, call: Call, shard: Shard) -> tuple[Shard, Argu
 
 
 def _put_back(local: LocalGraph, call: Call, shard: Shard) -> tuple[Shard, Arguments] | None:
-    """slice_backward: the gradient of a slice among zeros, in the shape of what was sliced."""
+    """slice_backward: the gradient of a slice among zeros, in the shape of the whole tensor."""
     sizes, dim, *rest = call.args[1:]
     if dim % len(sizes) == shard.dim:
         whole = call.shape == call.source_shape(0)

@@ -6,8 +6,16 @@ from collections.abc import Callable
 
 import torch
 
-from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, RankValue, Result
-from disco_accel.decompose.tensor.placements import PARTIAL, REPLICATED, OfRank, Shard
+from disco_accel.decompose.tensor.local_graph import (
+    PARTIAL,
+    REPLICATED,
+    Call,
+    LocalGraph,
+    OfRank,
+    RankValue,
+    Result,
+    Shard,
+)
 
 _ATEN = torch.ops.aten
 _NOBODY = -(1 << 40)
@@ -22,28 +30,26 @@ def _embedding(local: LocalGraph, call: Call) -> RankValue:
     if table.placement != Shard(0) or indices.placement != REPLICATED:
         raise call.refusal("has a rule for a table alone whose rows are cut")
     mine, foreign = _of_rank(local, indices, table.tensor.shape[0])
-    nothing = local.emit(_ATEN.masked_fill.Scalar, RankValue(mine, REPLICATED), RankValue(foreign, REPLICATED), 0)
+    nothing = local.value(REPLICATED, _ATEN.masked_fill.Scalar, mine, foreign, 0)
     # Padding and the like matter to gradients of the table alone.
-    rows = local.emit(_ATEN.embedding.default, table, RankValue(nothing, REPLICATED))
-    hidden = local.emit(_ATEN.unsqueeze.default, RankValue(foreign, REPLICATED), -1)
-    zeros = local.emit(_ATEN.masked_fill.Scalar, RankValue(rows, REPLICATED), RankValue(hidden, REPLICATED), 0)
-    # At once: a sum that is put off would make all that is added to it, layer after layer, partial too.
-    return local.whole(RankValue(zeros, PARTIAL))
+    rows = local.value(REPLICATED, _ATEN.embedding.default, table, nothing)
+    hidden = local.value(REPLICATED, _ATEN.unsqueeze.default, foreign, -1)
+    # Summed at once: a partial value would make all that is added to it, layer after layer, partial too.
+    return local.whole(local.value(PARTIAL, _ATEN.masked_fill.Scalar, rows, hidden, 0))
 
 
-def _of_rank(local: LocalGraph, indices: RankValue, count: int) -> tuple[torch.fx.Node, torch.fx.Node]:
+def _of_rank(local: LocalGraph, indices: RankValue, count: int) -> tuple[RankValue, RankValue]:
     """``indices`` counted from the rank's first, and whether each is another rank's."""
-    mine = local.emit(_ATEN.sub.Tensor, indices, OfRank(0, count))
-    inside = _between(local, mine, count)
-    there = _between(local, indices.node, count * local.ranks)
-    outside = local.emit(_ATEN.logical_not.default, RankValue(inside, REPLICATED))
-    return mine, local.emit(_ATEN.bitwise_and.Tensor, RankValue(there, REPLICATED), RankValue(outside, REPLICATED))
+    mine = local.value(REPLICATED, _ATEN.sub.Tensor, indices, OfRank(0, count))
+    inside, there = _between(local, mine, count), _between(local, indices, count * local.ranks)
+    outside = local.value(REPLICATED, _ATEN.logical_not.default, inside)
+    return mine, local.value(REPLICATED, _ATEN.bitwise_and.Tensor, there, outside)
 
 
-def _between(local: LocalGraph, node: torch.fx.Node, end: int) -> torch.fx.Node:
-    value = RankValue(node, REPLICATED)
-    not_below, below = local.emit(_ATEN.ge.Scalar, value, 0), local.emit(_ATEN.lt.Scalar, value, end)
-    return local.emit(_ATEN.bitwise_and.Tensor, RankValue(not_below, REPLICATED), RankValue(below, REPLICATED))
+def _between(local: LocalGraph, value: RankValue, end: int) -> RankValue:
+    not_below = local.value(REPLICATED, _ATEN.ge.Scalar, value, 0)
+    below = local.value(REPLICATED, _ATEN.lt.Scalar, value, end)
+    return local.value(REPLICATED, _ATEN.bitwise_and.Tensor, not_below, below)
 
 
 def _log_softmax(local: LocalGraph, call: Call) -> RankValue:
@@ -52,17 +58,17 @@ def _log_softmax(local: LocalGraph, call: Call) -> RankValue:
     value, dim, to_float = call.args
     dim %= value.tensor.dim()
     if value.placement == REPLICATED or value.placement.dim != dim:
-        return RankValue(local.emit_call(call), value.placement)
+        return local.called(call, value.placement)
     shard = value.placement
     if to_float:
-        value = RankValue(local.emit(_ATEN._to_copy.default, value, dtype=torch.float32), shard)
-    largest = RankValue(local.emit(_ATEN.amax.default, value, [dim], True), PARTIAL)
+        value = local.value(shard, _ATEN._to_copy.default, value, dtype=torch.float32)
+    largest = local.value(PARTIAL, _ATEN.amax.default, value, [dim], True)
     largest = RankValue(local.all_reduce(largest, "max"), REPLICATED)
-    less = RankValue(local.emit(_ATEN.sub.Tensor, value, largest), shard)
-    exponentials = RankValue(local.emit(_ATEN.exp.default, less), shard)
-    total = local.whole(RankValue(local.emit(_ATEN.sum.dim_IntList, exponentials, [dim], True), PARTIAL))
-    logarithm = RankValue(local.emit(_ATEN.log.default, total), REPLICATED)
-    return RankValue(local.emit(_ATEN.sub.Tensor, less, logarithm), shard)
+    less = local.value(shard, _ATEN.sub.Tensor, value, largest)
+    exponentials = local.value(shard, _ATEN.exp.default, less)
+    total = local.whole(local.value(PARTIAL, _ATEN.sum.dim_IntList, exponentials, [dim], True))
+    logarithm = local.value(REPLICATED, _ATEN.log.default, total)
+    return local.value(shard, _ATEN.sub.Tensor, less, logarithm)
 
 
 def _log_softmax_backward(local: LocalGraph, call: Call) -> RankValue:
@@ -73,29 +79,26 @@ def _log_softmax_backward(local: LocalGraph, call: Call) -> RankValue:
     if output.placement == REPLICATED or output.placement.dim != dim:
         if grad.placement != output.placement:
             raise call.refusal("has operands that are cut along different dimensions")
-        return RankValue(local.emit_call(call), output.placement)
+        return local.called(call, output.placement)
     shard = output.placement
     if grad.placement == REPLICATED:
         grad = local.cut(grad, shard)
-    total = local.whole(RankValue(local.emit(_ATEN.sum.dim_IntList, grad, [dim], True), PARTIAL))
-    share = RankValue(local.emit(_ATEN.exp.default, output), shard)
-    share = RankValue(local.emit(_ATEN.mul.Tensor, share, total), shard)
-    result = RankValue(local.emit(_ATEN.sub.Tensor, grad, share), shard)
+    total = local.whole(local.value(PARTIAL, _ATEN.sum.dim_IntList, grad, [dim], True))
+    share = local.value(shard, _ATEN.exp.default, output)
+    share = local.value(shard, _ATEN.mul.Tensor, share, total)
+    result = local.value(shard, _ATEN.sub.Tensor, grad, share)
     if result.tensor.dtype is not dtype:
-        result = RankValue(local.emit(_ATEN._to_copy.default, result, dtype=dtype), shard)
+        result = local.value(shard, _ATEN._to_copy.default, result, dtype=dtype)
     return result
 
 
 def _targets(local: LocalGraph, target: RankValue, ignored: int, count: int) -> RankValue:
-    """``target`` counted from the rank's first token; tokens of others and ignored ones are ``_NOBODY``.
-
-    What is no token at all stays so, and fails on rank 0 as it would on one device.
-    """
+    """``target`` counted from the rank's first token; tokens of others and ignored ones are ``_NOBODY``. An index that
+    is no token's stays so, and fails on rank 0 as it would on one device."""
     mine, foreign = _of_rank(local, target, count)
-    kept = local.emit(_ATEN.masked_fill.Scalar, RankValue(mine, REPLICATED), RankValue(foreign, REPLICATED), _NOBODY)
-    skipped = local.emit(_ATEN.eq.Scalar, target, ignored)
-    masked = local.emit(_ATEN.masked_fill.Scalar, RankValue(kept, REPLICATED), RankValue(skipped, REPLICATED), _NOBODY)
-    return RankValue(masked, REPLICATED)
+    kept = local.value(REPLICATED, _ATEN.masked_fill.Scalar, mine, foreign, _NOBODY)
+    skipped = local.value(REPLICATED, _ATEN.eq.Scalar, target, ignored)
+    return local.value(REPLICATED, _ATEN.masked_fill.Scalar, kept, skipped, _NOBODY)
 
 
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -114,11 +117,11 @@ def _nll(local: LocalGraph, call: Call) -> Result:
     assert loss is not None and count is not None
     if reduction == _MEAN:
         # The number of labels that count; a kernel that sums makes none.
-        counted = RankValue(local.emit(_ATEN.ne.Scalar, target, _NOBODY), REPLICATED)
-        numbers = RankValue(local.emit(_ATEN._to_copy.default, counted, dtype=count.tensor.dtype), REPLICATED)
-        count = local.whole(RankValue(local.emit(_ATEN.sum.default, numbers), PARTIAL))
+        counted = local.value(REPLICATED, _ATEN.ne.Scalar, target, _NOBODY)
+        numbers = local.value(REPLICATED, _ATEN._to_copy.default, counted, dtype=count.tensor.dtype)
+        count = local.whole(local.value(PARTIAL, _ATEN.sum.default, numbers))
         loss = local.whole(loss)
-        return RankValue(local.emit(_ATEN.div.Tensor, loss, count), REPLICATED), count
+        return local.value(REPLICATED, _ATEN.div.Tensor, loss, count), count
     return loss, local.whole(count)
 
 
@@ -130,7 +133,7 @@ def _nll_backward(local: LocalGraph, call: Call) -> RankValue:
     if grad.placement != REPLICATED or target.placement != REPLICATED:
         raise call.refusal("has a rule without weights alone, for classes that are cut")
     target = _targets(local, target, ignored, logits.tensor.shape[1])
-    return RankValue(local.emit(call.target, grad, logits, target, None, reduction, _NOBODY, total), Shard(1))
+    return local.value(Shard(1), call.target, grad, logits, target, None, reduction, _NOBODY, total)
 
 
 VOCABULARY_RULES: dict[str, Callable[[LocalGraph, Call], Result]] = {

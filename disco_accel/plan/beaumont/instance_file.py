@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from disco_accel.errors import ConfigError, GraphFileError
-from disco_accel.graph.files import parse_json
+from disco_accel.graph.strict_json import parse_json
 from disco_accel.plan.beaumont.selection import Instance, Layer
 
 MAX_FILE_BYTES = 1 << 24

@@ -25,15 +25,15 @@ class DeviceValue:
     """``uses``: positions that read it, ascending; ``made``: the position that writes it, -1 for an input.
 
     ``starts_on_host``: the host has it when a step starts; ``changed``: kernels change it, so that the next step starts
-    with another content; ``renewed``: the host does between two steps, so that each step loads it; ``at_home``: kernels
-    of a host device do, so that each step loads it too, maybe before it starts.
+    with another content; ``host_updated``: the host does between two steps, so that each step loads it; ``at_home``:
+    kernels of a host device do, so that each step loads it too, maybe before it starts.
     """
 
     size: int
     made: int
     starts_on_host: bool
     changed: bool = False
-    renewed: bool = False
+    host_updated: bool = False
     at_home: bool = False
     uses: list[int] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class DeviceFacts:
             ref = (vertex.id, 0)
             if vertex.sizes[0] and not is_foreign(vertex) and not self.home_uses.never_moves(vertex):
                 self.values[ref] = DeviceValue(vertex.sizes[0], -1, host_copy_exists(vertex))
-                self.values[ref].renewed, self.values[ref].at_home = not outlives_step(vertex), ref in written
+                self.values[ref].host_updated, self.values[ref].at_home = not outlives_step(vertex), ref in written
         # What the host changes in a step is loaded once a step, in whichever version.
         for version in self.home_uses.written:
             if self.home_uses.homes[version] in self.values:
@@ -117,6 +117,6 @@ class DeviceFacts:
         return list({id(value): value for value in self.values.values()}.values())
 
     @property
-    def renewed(self) -> list[int]:
+    def host_updated(self) -> list[int]:
         """The bytes of each value that every step loads at least once."""
-        return [value.size for value in self.each_value if (value.renewed or value.at_home) and value.uses]
+        return [value.size for value in self.each_value if (value.host_updated or value.at_home) and value.uses]

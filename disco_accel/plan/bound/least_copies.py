@@ -33,7 +33,7 @@ def gaps_of(facts: DeviceFacts) -> list[Gap]:
             continue
         stops = value.uses if value.made < 0 else [value.made, *value.uses]
         gaps += [Gap(a + 1, b, value.size) for a, b in pairwise(stops) if b > a + 1]
-        stays = value.starts_on_host and not value.renewed and not value.at_home
+        stays = value.starts_on_host and not value.host_updated and not value.at_home
         if stays and (value.uses[-1] + 1 < facts.end or value.uses[0] > 0):
             gaps.append(Gap(value.uses[-1] + 1, value.uses[0], value.size, value.changed))
     return gaps
@@ -70,7 +70,7 @@ def least_loads(facts: DeviceFacts) -> tuple[float, float]:
 
 def least_copies(facts: DeviceFacts, *, loads: bool, backs: bool) -> tuple[float, float]:
     """Return seconds and bytes that ``loads`` from the host, copies ``back`` to it, or both take at least in a step, by
-    linear programming; what the host renews is loaded once besides.
+    linear programming; values that the host updates are loaded once besides.
 
     The variables are the bytes of each value kept through each gap; at no position may more be kept than fits beside
     the inputs and outputs of its vertex. Bytes that are not kept are reloaded, and written back before where a kernel
@@ -79,22 +79,22 @@ def least_copies(facts: DeviceFacts, *, loads: bool, backs: bool) -> tuple[float
     written back and reloaded count twice.
     """
     link = facts.loads
-    renewed = facts.renewed if loads else []
-    always = sum(renewed) / link.bandwidth + len(renewed) * link.latency
+    host_updated = facts.host_updated if loads else []
+    always = sum(host_updated) / link.bandwidth + len(host_updated) * link.latency
     gaps = gaps_of(facts)
     rows = _rows(facts, gaps)
     if not rows:
-        return always, sum(renewed)
+        return always, sum(host_updated)
     spans = _spans(facts, gaps, rows)
     costs = [_cost(facts, loads, changed and backs, size) for _, _, size, changed in spans]
     sizes = [sum(gap.size for gap in same) / facts.memory for same in spans.values()]
     kept = _most_valuable(facts, rows, spans, sizes, [seconds for seconds, _ in costs])
     if kept is None:
-        return always, sum(renewed)
+        return always, sum(host_updated)
     missing = [(size - part) * facts.memory for size, part in zip(sizes, kept, strict=True)]
     cost = sum(m * seconds for m, (seconds, _) in zip(missing, costs, strict=True))
     nbytes = sum(m * times for m, (_, times) in zip(missing, costs, strict=True))
-    return always + max(0.0, float(cost) / link.bandwidth), sum(renewed) + max(0.0, float(nbytes))
+    return always + max(0.0, float(cost) / link.bandwidth), sum(host_updated) + max(0.0, float(nbytes))
 
 
 _Spans = dict[tuple[int, int, int, bool], list[Gap]]

@@ -7,8 +7,8 @@ memory. Parts of values may be kept, and copies may be of any size and in any or
 value is a gap, through which some of its bytes are kept and the others loaded again. The step is a ring: what was
 loaded ahead at its end is there at its start.
 
-What the host renews between two steps is loaded in each, from its start on. Where one vertex may run before or after a
-start, its inputs and outputs take no memory there. Offloads take no time.
+Values that the host updates between two steps are loaded in each, from its start on. Where one vertex may run before or
+after a start, its inputs and outputs take no memory there. Offloads take no time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepProgram:
         self.ended, self.ahead, self.read_by = (
             rows.tolist() for rows in (self.starts.ended, self.starts.ahead, self.starts.read_by)
         )
-        self.renewed, self.always = Demands(self.starts.rows), Demands(self.starts.rows)
+        self.host_updated, self.always = Demands(self.starts.rows), Demands(self.starts.rows)
         for value in facts.each_value:
             self._take(value)
 
@@ -53,9 +53,9 @@ class StepProgram:
             # A version for each step; which of its readers is the first is not known.
             self.always.add(value.size, read_by[value.uses[-1]], 0)
             return
-        if value.renewed:
+        if value.host_updated:
             first = value.uses[0]
-            self.renewed.add(value.size, read_by[first], ahead[first] + 1)
+            self.host_updated.add(value.size, read_by[first], ahead[first] + 1)
         largest = 1 << (value.size - 1).bit_length()
         for number, (a, b) in enumerate(gaps(value)):
             around = number == len(value.uses) - (value.made < 0)
@@ -71,7 +71,7 @@ class StepProgram:
         """Return the least seconds of a step. ``keeps``: the part of a value that is kept through its gap of a number
         (None: whatever the program finds). ``whole_above``: values of as many bytes or more are kept whole or not at
         all, as far as a search of ``limit`` seconds says."""
-        table = StepTable(self.facts, self.starts, self.spans, self.renewed, self.always, keeps)
+        table = StepTable(self.facts, self.starts, self.spans, self.host_updated, self.always, keeps)
         if whole_above is None:
             return table.seconds()
         table.in_whole_values(whole_above)
@@ -81,7 +81,7 @@ class StepProgram:
         """Return the seconds of a shortest step, and by the identity of a value and the number of a gap which part of
         the value is kept through it; ``load_cost`` as of ``StepTable``, so the seconds hold up to that. None: the
         solver has no answer."""
-        table = StepTable(self.facts, self.starts, self.spans, self.renewed, self.always, None, load_cost)
+        table = StepTable(self.facts, self.starts, self.spans, self.host_updated, self.always, None, load_cost)
         if (solved := table.kept_bytes()) is None:
             return None
         parts: dict[tuple[int, int], float] = {}
@@ -97,5 +97,5 @@ def gaps(value: DeviceValue) -> Iterator[tuple[int, int]]:
     """Yield the positions before and behind each gap of ``value``; the last may cross the step's boundary."""
     stops = value.uses if value.made < 0 else [value.made, *value.uses]
     yield from pairwise(stops)
-    if value.starts_on_host and not value.renewed and not value.at_home:
+    if value.starts_on_host and not value.host_updated and not value.at_home:
         yield value.uses[-1], value.uses[0]

@@ -62,7 +62,7 @@ Keeps = Callable[[DeviceValue, int], float]
 class _Variables:
     """The numbers of the program's variables: ``kept`` by span, the others by row.
 
-    ``loaded``, ``fresh``: bytes since the step's start, of what may stay and of the renewed, when a row's kernel
+    ``loaded``, ``fresh``: bytes since the step's start, of what may stay and of the host-updated, when a row's kernel
     starts; ``loaded_then``, ``fresh_then``: when it ends. ``due``, ``gone``: bytes that have to be loaded by a row, and
     those no longer ahead there; ``held``: bytes kept through it; ``ahead``, ``ahead_fresh``: bytes loaded for later
     rows."""
@@ -91,13 +91,13 @@ class StepTable:
         facts: DeviceFacts,
         starts: OrderedStarts,
         spans: Mapping[Span, Sequence[tuple[DeviceValue, int]]],
-        renewed: Demands,
+        host_updated: Demands,
         always: Demands,
         keeps: Keeps | None,
         load_cost: float = 0.0,
     ) -> None:
         self.facts, self.starts, self.spans, self.load_cost = facts, starts, spans, load_cost
-        self.renewed, self.always, self.keeps = renewed, always, keeps
+        self.host_updated, self.always, self.keeps = host_updated, always, keeps
         self.unit = facts.memory / facts.loads.bandwidth
         self.latency = facts.loads.latency / self.unit
         self.sizes = self._of_gaps(lambda value, _: value.size)
@@ -139,17 +139,17 @@ class StepTable:
         if (keeps := self.keeps) is not None:
             low = high = self._of_gaps(lambda value, number: value.size * keeps(value, number))
         kept = program.add(len(self.spans), low, high)
-        renewed = self.renewed.total / self.facts.memory
-        copies = sum(map(len, self.spans.values())) + self.always.copies + self.renewed.copies
+        host_updated = self.host_updated.total / self.facts.memory
+        copies = sum(map(len, self.spans.values())) + self.always.copies + self.host_updated.copies
         # One load after the other, each when its kernel asks, is feasible.
         longest = float(self.compute.sum()) + float(self.starts.chain_seconds.sum()) / self.unit
-        longest += in_all + renewed + copies * self.latency
+        longest += in_all + host_updated + copies * self.latency
         is_last = np.arange(rows) == rows - 1
         later = (np.arange(rows) > 0).astype(np.float64)
         time = program.add(rows, 0.0, longest * later, is_last)
         done = program.add(rows, *self._compute_done())
         loaded = program.add(rows, 0.0, in_all * later, self.load_cost * is_last)
-        fresh = program.add(rows, 0.0, renewed * later)
+        fresh = program.add(rows, 0.0, host_updated * later)
         return _Variables(
             kept=kept,
             time=time,
@@ -157,7 +157,7 @@ class StepTable:
             loaded=loaded,
             fresh=fresh,
             loaded_then=np.append(program.add(rows - 1, 0.0, in_all), loaded[-1:]),
-            fresh_then=np.append(program.add(rows - 1, 0.0, renewed), fresh[-1:]),
+            fresh_then=np.append(program.add(rows - 1, 0.0, host_updated), fresh[-1:]),
             at_start=np.full(rows, program.add(1)[0]),
             held=program.add(rows),
             ahead=program.add(rows),
@@ -217,7 +217,7 @@ class StepTable:
         program.put(came, self.vars.loaded, 1.0)
         program.put(came, self.vars.at_start, 1.0)
         program.put(came, self.vars.due, -1.0)
-        program.put(program.require(rows, np.cumsum(self.renewed.by) / memory), self.vars.fresh, 1.0)
+        program.put(program.require(rows, np.cumsum(self.host_updated.by) / memory), self.vars.fresh, 1.0)
 
     def _fill_memory(self) -> None:
         """When a kernel ends, its own bytes, what is kept and what was loaded ahead fit."""
@@ -225,7 +225,7 @@ class StepTable:
         ahead = program.require(starts.rows, 0.0)
         for variables, entry in ((own.ahead, 1.0), (own.gone, 1.0), (own.loaded_then, -1.0), (own.at_start, -1.0)):
             program.put(ahead, variables, entry)
-        fresh = program.require(starts.rows, -np.cumsum(self.renewed.until) / facts.memory)
+        fresh = program.require(starts.rows, -np.cumsum(self.host_updated.until) / facts.memory)
         program.put(fresh, own.ahead_fresh, 1.0)
         program.put(fresh, own.fresh_then, -1.0)
         needed = np.zeros(starts.rows)
@@ -241,14 +241,14 @@ class StepTable:
         closed = program.require(1, self.loaded_in_all, equal=True)
         program.put(closed, self.vars.loaded[-1:], 1.0)
         program.put(np.full(len(spans), closed[0]), self.vars.kept, 1.0)
-        program.put(program.require(1, self.renewed.total / memory, equal=True), self.vars.fresh[-1:], 1.0)
+        program.put(program.require(1, self.host_updated.total / memory, equal=True), self.vars.fresh[-1:], 1.0)
         cost = 1.0 + self.latency * memory / np.array([span.largest for span in spans], np.float64)
         copies = float(cost @ self.sizes)
         if (keeps := self.keeps) is not None:
             lost = sum(keeps(*each) < 1.0 for alike in spans.values() for each in alike)
             copies, cost = float(self.sizes.sum()) + lost * self.latency, np.ones(len(spans))
-        once = (self.always.total + self.renewed.total) / memory
-        once += (self.always.copies + self.renewed.copies) * self.latency
+        once = (self.always.total + self.host_updated.total) / memory
+        once += (self.always.copies + self.host_updated.copies) * self.latency
         link = program.require(1, once + copies)
         program.put(link, self.vars.time[-1:], 1.0)
         program.put(np.full(len(spans), link[0]), self.vars.kept, cost)

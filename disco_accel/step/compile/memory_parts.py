@@ -21,8 +21,8 @@ def host_memory_parts(
     ``packed``: bytes of copies of columns of weights, if there are any."""
     on_device = {device.id for device in graph.devices if not device.is_host_device}
     weights = [v for v in graph.vertices if host_copy_exists(v) and v.space in on_device and v.id not in copies]
-    renewed = sum(v.sizes[0] for v in weights if not outlives_step(v))
-    trained = TrainedBytes(renewed, sum(v.sizes[0] for v in weights) - renewed, min(rounded, renewed))
+    host_updated = sum(v.sizes[0] for v in weights if not outlives_step(v))
+    trained = TrainedBytes(host_updated, sum(v.sizes[0] for v in weights) - host_updated, min(rounded, host_updated))
     parts = {"frozen": trained.frozen, "trained": trained.weights}
     if trained.masters:
         parts["masters"] = trained.masters

@@ -20,7 +20,7 @@ from disco_accel.errors import BudgetTooSmall, CaptureError
 from disco_accel.execute.engine_options import threads_beside
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.gc_pause import collector_paused
-from disco_accel.graph.traits import FOREIGN, RENEWED
+from disco_accel.graph.traits import FOREIGN, HOST_UPDATED
 from disco_accel.native.backend import backend_of
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import met_shortage
@@ -247,7 +247,7 @@ def _compile_options(state: Session, contexts: Sequence[ContextFactory]) -> Comp
         plan_cache=state.setup.config.plan_cache,
         contexts=contexts,
         gather=state.placement.gather,
-        trained=RENEWED if state.setup.trained_on_host else FOREIGN,
+        trained=HOST_UPDATED if state.setup.trained_on_host else FOREIGN,
         devices=state.setup.settings.devices,
         chunks=state.setup.config.chunks,
     )

@@ -31,7 +31,7 @@ from disco_accel.graph.taskgraph import (
     VertexKind,
     tensor_args,
 )
-from disco_accel.graph.traits import FOREIGN, RENEWED_STATE, STATE, Traits
+from disco_accel.graph.traits import FOREIGN, HOST_UPDATED_STATE, STATE, Traits
 from disco_accel.graph.values import handed_out_at_gate
 from disco_accel.step.update.pending_update import AdamSettings, Changed, ParameterUpdate
 
@@ -225,7 +225,7 @@ class _Updates:
     def _place(self, weight: int) -> tuple[Traits, int]:
         """The traits of a weight, its moments and its master, and the device that updates them."""
         own = self._own_device.get(weight)
-        return (STATE, self._host) if own is None else (RENEWED_STATE, own)
+        return (STATE, self._host) if own is None else (HOST_UPDATED_STATE, own)
 
     def _input(self, op: str, size: int, traits: Traits, device: int) -> int:
         self._sizes[self._fresh, 0] = size

@@ -11,10 +11,22 @@ from disco_accel.graph.copies import swaps, swaps_in, swaps_out
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
 from disco_accel.graph.spaces import HOST
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
-from disco_accel.graph.traits import TRAITS
+from disco_accel.graph.traits import (
+    FOREIGN,
+    FROZEN,
+    HOST_UPDATED,
+    HOST_UPDATED_STATE,
+    LATE,
+    LATE_FOREIGN,
+    MADE_FOREIGN,
+    PER_STEP,
+    STATE,
+)
 from disco_accel.graph.values import host_copy_exists
 
 Fault = Callable[[MemGraph, random.Random], MemGraph | None]
+
+_TRAITS = (PER_STEP, LATE, FROZEN, HOST_UPDATED, STATE, HOST_UPDATED_STATE, FOREIGN, LATE_FOREIGN, MADE_FOREIGN)
 
 
 def drop_memory_edge(plan: MemGraph, rng: random.Random) -> MemGraph | None:
@@ -257,7 +269,7 @@ def _other(value: object, key: str, rng: random.Random) -> object:
     if isinstance(value, bool):
         return not value
     if key == "traits":
-        return rng.choice([traits for traits in TRAITS if traits != value])
+        return rng.choice([traits for traits in _TRAITS if traits != value])
     if key == "kind":
         return rng.choice([kind for kind in VertexKind if kind != value])
     if key == "sizes":

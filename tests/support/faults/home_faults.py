@@ -15,7 +15,7 @@ from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.graph.traits import MADE_FOREIGN
 from disco_accel.graph.values import lasting_versions
 from tests.support.faults.faults import Fault
-from tests.support.plans.renewed_plans import made_resident
+from tests.support.plans.host_updated_plans import made_resident
 
 
 def loaded_before_update(plan: MemGraph, rng: random.Random) -> MemGraph | None:

@@ -23,7 +23,7 @@ def lost_write_back(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     return without_copy(plan, rng.choice(lost)) if lost else None
 
 
-def renewed_state_not_written_home(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+def host_updated_state_not_written_home(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """The last version of what the host changes too is not written home, where the host looks for it."""
     homes = _Homes(plan)
     lost = [offload for state, offload in homes.unread_last_writes() if not outlives_step(homes.vertex[state[0]])]

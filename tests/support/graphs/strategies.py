@@ -14,12 +14,12 @@ from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind, with
 from disco_accel.graph.traits import (
     FOREIGN,
     FROZEN,
+    HOST_UPDATED,
+    HOST_UPDATED_STATE,
     LATE,
     LATE_FOREIGN,
     MADE_FOREIGN,
     PER_STEP,
-    RENEWED,
-    RENEWED_STATE,
     STATE,
     Traits,
 )
@@ -29,7 +29,7 @@ _SIZES = (0, 1, 256, 300, 512, 512, 1024, 1024, 2048, 3000)
 
 
 _TRAITS = {
-    **{"clean": FROZEN, "renewed": RENEWED, "plain": PER_STEP},
+    **{"clean": FROZEN, "host_updated": HOST_UPDATED, "plain": PER_STEP},
     **{"external": FOREIGN, "late": LATE, "late external": LATE_FOREIGN},
 }
 
@@ -38,8 +38,8 @@ _TRAITS = {
 class Shape:
     """How large and how odd a random graph is; the probabilities are per vertex.
 
-    ``states``: of an input that lives over steps and changes, and of a kernel that changes some of those. ``renewed``:
-    of any other input that the host has, that the host changes it between steps.
+    ``states``: of an input that lives over steps and changes, and of a kernel that changes some of those.
+    ``host_updated``: of any other input that the host has, that the host changes it between steps.
     ``host``: of an input and a vertex, that it is on one more device, which is the host's.
     ``leaving``: of a transfer to that device, that it writes to the user's memory.
     ``old_versions``: whether versions of these are read, or handed out, also after they were overwritten.
@@ -55,7 +55,7 @@ class Shape:
     several_outputs: float = 0.2
     after: float = 0.1
     states: float = 0.0
-    renewed: float = 0.0
+    host_updated: float = 0.0
     host: float = 0.0
     leaving: float = 0.0
     old_versions: bool = False
@@ -179,10 +179,10 @@ class _Maker:
             self._add_state()
             return
         sort = self.rng.choice(("clean", "clean", "plain", "external", "late" if self.shape.gate else "clean"))
-        if sort == "clean" and self.shape.renewed and self.rng.random() < self.shape.renewed:
-            sort = "renewed"
+        if sort == "clean" and self.shape.host_updated and self.rng.random() < self.shape.host_updated:
+            sort = "host_updated"
         late = sort == "late"
-        if sort in ("clean", "renewed"):
+        if sort in ("clean", "host_updated"):
             self.home[len(self.vertices), 0] = (len(self.vertices), 0)
         self.vertices.append(
             Vertex(
@@ -199,8 +199,8 @@ class _Maker:
     def _add_state(self) -> None:
         ref = (len(self.vertices), 0)
         keep = self.rng.random() < self.shape.keep / 2
-        renewed = self.shape.renewed and self.rng.random() < self.shape.renewed
-        traits = RENEWED_STATE if renewed else STATE
+        host_updated = self.shape.host_updated and self.rng.random() < self.shape.host_updated
+        traits = HOST_UPDATED_STATE if host_updated else STATE
         self.last_version[ref] = self.home[ref] = ref
         self.versions.add(ref)
         self.vertices.append(

@@ -1,7 +1,7 @@
 """The dynamic judge: runs a MemGraph on tokens instead of tensors, in the most hostile order its edges allow.
 
 Memory starts poisoned; a vertex scribbles over all its outputs when it starts, reads its inputs when it starts and
-again when it finishes, and takes as long as the adversary likes. What is made in a step, and what the host renews
+again when it finishes, and takes as long as the adversary likes. What is made in a step, and what the host updates
 before it, has tokens that no other step has, so that content of the step before is not taken for that of this one.
 Needs no torch.
 """
@@ -68,7 +68,7 @@ class _Memory:
         lasting = [v for v in graph.vertices if host_copy_exists(v)]
         self.last = {(v.id, 0): self.versions.get((v.id, 0), [(v.id, 0)])[-1] for v in lasting}
         """Input that lives over steps → what a step leaves of it."""
-        self.renewed = {(v.id, 0) for v in lasting if not outlives_step(v)}
+        self.host_updated = {(v.id, 0) for v in lasting if not outlives_step(v)}
         sizes = {(vertex.id, 0): vertex.sizes[0] for vertex in graph.vertices if vertex.sizes}
         self.home = {state: np.full(1, _POISON, np.int64) for state in self.versions if sizes[state]}
         self.home_uses = HomeUses.of(graph)
@@ -116,7 +116,7 @@ class _Memory:
         """Give each value a token of this step; what lives over steps begins as the step before left it."""
         before, self.token = self.token, {ref: next(self.given) for ref in self.values}
         for ref, last in self.last.items():
-            if before and ref not in self.renewed:
+            if before and ref not in self.host_updated:
                 self.token[ref] = before[last]
             elif ref in self.home:
                 self.home[ref][:] = self.token[ref]

@@ -115,7 +115,7 @@ def is_resident_range(own: dict[int, Vertex], v: Vertex) -> bool:
     if v.kind != VertexKind.INPUT or len(v.inputs) != 1 or len(v.sizes) != 1:
         return False
     of = own.get(v.inputs[0][0])
-    if of is None or not on_host(of) or of.traits.access != "read" or of.traits.renewed:
+    if of is None or not on_host(of) or of.traits.access != "read" or of.traits.host_updated:
         return False
     same = Vertex(v.id, v.kind, of.space, v.op, v.inputs, v.sizes, v.duration, of.traits)
     same = replace(same, begin=v.begin, source=of.source)
@@ -143,7 +143,7 @@ def places(graph: TaskGraph, plan: MemGraph) -> dict[Ref, tuple[int, int, int]]:
         v, (memory, alignment) = of[id], arenas[arena]
         if arena != v.space or foreign(v) or k < 0:
             raise Misplaced
-        if v.traits.renewed and v.sizes[k]:
+        if v.traits.host_updated and v.sizes[k]:
             raise Misplaced  # What the device has of it when a step starts is of the step before.
         if start < 0 or end > memory or start % alignment:
             raise Misplaced

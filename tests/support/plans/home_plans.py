@@ -17,9 +17,9 @@ from tests.support.plans.state_plans import NoPlan, random_plan
 HOME_SHAPES = (
     Shape(vertices=12, inputs=6, devices=1, host=0.5, states=0.5, leaving=0.5, inplace=0.0),
     Shape(vertices=10, inputs=6, devices=2, host=0.4, states=0.7, gate=False, keep=0.3, leaving=0.5, inplace=0.0),
-    Shape(vertices=12, inputs=8, devices=1, host=0.4, states=0.4, renewed=0.5, may_inplace=0.4, inplace=0.0),
+    Shape(vertices=12, inputs=8, devices=1, host=0.4, states=0.4, host_updated=0.5, may_inplace=0.4, inplace=0.0),
 )
-"""Graphs with updates on the host and on devices, alone, and beside values that the host renews; transfers to the
+"""Graphs with updates on the host and on devices, alone, and beside values that the host updates; transfers to the
 user's memory."""
 
 OLD_VERSIONS = tuple(replace(shape, inplace=0.2, old_versions=True) for shape in HOME_SHAPES)

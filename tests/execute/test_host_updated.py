@@ -1,4 +1,4 @@
-"""Weights that the host renews between two steps: a step computes with what the host has when it begins."""
+"""Weights that the host updates between two steps: a step computes with what the host has when it begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
-from disco_accel.graph.traits import FROZEN, RENEWED
+from disco_accel.graph.traits import FROZEN, HOST_UPDATED
 from disco_accel.graph.values import outlives_step
 from disco_accel.plan import make_plan
 from disco_accel.verify.static import verify
@@ -32,11 +32,11 @@ SCHEDULES = {
 
 def gradients(weights: Sequence[torch.Tensor]) -> Program:
     """Forward, gate and backward of a chain over ``weights``, every other of which is frozen; the gradient of each
-    renewed one is kept, as ``g<i>``."""
+    host-updated one is kept, as ``g<i>``."""
 
     def program(b: Builder, g: torch.Generator) -> None:
         hidden = [b.input(torch.randn(ROWS, WIDTH, generator=g))]
-        values = [b.weight(weight) if i % 2 else b.renewed(weight) for i, weight in enumerate(weights)]
+        values = [b.weight(weight) if i % 2 else b.host_updated(weight) for i, weight in enumerate(weights)]
         for value in values:
             hidden.append(b.call("tanh", b.call("mm", hidden[-1], value)))
         b.call("sum", hidden[-1], out="loss")
@@ -66,16 +66,16 @@ def planned(graph: TaskGraph, memory: str) -> MemGraph:
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
 def test_each_step_computes_with_what_the_host_has_when_it_begins(options: EngineOptions, memory: str) -> None:
     """The host overwrites the weights as soon as a step has ended, first with NaN and then by a step of SGD: the bits
-    of eager execution in every step, and a reload of every renewed weight in each."""
+    of eager execution in every step, and a reload of every host-updated weight in each."""
     weights = weights_of(LAYERS)
     builder = build(gradients(weights))
     graph, records = measured(builder)
     plan = planned(graph, memory)
-    renewed = {v.id for v in plan.vertices if not outlives_step(v)}
+    host_updated = {v.id for v in plan.vertices if not outlives_step(v)}
     reloads = [v.inputs[0][0] for v in plan.vertices if swaps_in(v)]
-    assert renewed <= set(reloads) and not renewed & {vertex for vertex, _ in plan.slots}
+    assert host_updated <= set(reloads) and not host_updated & {vertex for vertex, _ in plan.slots}
     if memory == "all":
-        assert sorted(reloads) == sorted(renewed), "nothing else is reloaded, and these once"
+        assert sorted(reloads) == sorted(host_updated), "nothing else is reloaded, and these once"
     with Executor(plan, graph.ops, records, clean=builder.clean, options=options) as executor:
         for seed in range(STEPS):
             inputs = build(gradients(weights), seed)
@@ -110,12 +110,12 @@ def test_a_step_after_an_abandoned_one_computes_with_what_the_host_has_by_then()
             assert_bits(step(executor, inputs), inputs)
 
 
-def test_a_plan_that_keeps_a_renewed_weight_on_the_device_is_refused() -> None:
+def test_a_plan_that_keeps_a_host_updated_weight_on_the_device_is_refused() -> None:
     """It was made for frozen weights: after the first step it would compute with those of the step before."""
     weights = weights_of(LAYERS)
     builder = build(gradients(weights))
     graph, records = measured(builder)
-    frozen = tuple(replace(v, traits=FROZEN) if v.traits == RENEWED else v for v in graph.vertices)
+    frozen = tuple(replace(v, traits=FROZEN) if v.traits == HOST_UPDATED else v for v in graph.vertices)
     plan = make_plan(replace(graph, vertices=frozen), memory=1 << 20, planner="timed", cyclic=True)
     traits = {v.id: v.traits for v in graph.vertices}
     stale = replace(plan, vertices=tuple(replace(v, traits=traits.get(v.id, v.traits)) for v in plan.vertices))

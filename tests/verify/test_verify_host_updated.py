@@ -1,4 +1,4 @@
-"""Inputs and states that the host renews between two steps: every judge accepts good plans, and none in which one is
+"""Inputs and states that the host updates between two steps: every judge accepts good plans, and none in which one is
 resident, or a state's last version not at its home."""
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import pytest
 from disco_accel.errors import PlanError, Stalled, VerifyError
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
-from disco_accel.graph.traits import FROZEN, RENEWED, RENEWED_STATE, STATE, Traits
+from disco_accel.graph.traits import FROZEN, HOST_UPDATED, HOST_UPDATED_STATE, STATE, Traits
 from disco_accel.graph.values import outlives_step
 from disco_accel.plan import make_plan
 from disco_accel.verify.static import verify
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
 from tests.support.oracles.adversary import run_reference
 from tests.support.oracles.naive_judge import is_safe
-from tests.support.plans.renewed_plans import RENEWED_FAULTS, renewed_plans
+from tests.support.plans.host_updated_plans import HOST_UPDATED_FAULTS, host_updated_plans
 
-PLANS = renewed_plans(160)
+PLANS = host_updated_plans(160)
 
 
 def refused_by_adversary(graph: TaskGraph, plan: MemGraph, orders: int) -> bool:
@@ -34,28 +34,28 @@ def refused_by_adversary(graph: TaskGraph, plan: MemGraph, orders: int) -> bool:
 
 
 IS_RESIDENT = "is resident, but the host renews it: each step has to reload it"
-MESSAGES = dict.fromkeys(RENEWED_FAULTS, IS_RESIDENT) | {
-    "renewed_state_not_written_home": "its home does not have its last version when the step ends"
+MESSAGES = dict.fromkeys(HOST_UPDATED_FAULTS, IS_RESIDENT) | {
+    "host_updated_state_not_written_home": "its home does not have its last version when the step ends"
 }
 
 
 def test_every_judge_accepts_good_plans() -> None:
     states = 0
     for graph, plan in PLANS:
-        states += any(vertex.traits == RENEWED_STATE for vertex in plan.vertices)
+        states += any(vertex.traits == HOST_UPDATED_STATE for vertex in plan.vertices)
         verify(graph, plan)
         assert is_safe(graph, plan)
         assert not refused_by_adversary(graph, plan, 4)
     assert states >= 25
 
 
-@pytest.mark.parametrize("name", RENEWED_FAULTS)
+@pytest.mark.parametrize("name", HOST_UPDATED_FAULTS)
 def test_every_judge_notices_a_planted_fault(name: str) -> None:
     """The adversary wherever a vertex of the second step, or the host, reads what the first has left."""
     rng = random.Random(7)
     planted = 0
     for graph, plan in PLANS:
-        bad = RENEWED_FAULTS[name](plan, rng)
+        bad = HOST_UPDATED_FAULTS[name](plan, rng)
         if bad is None:
             continue
         planted += 1
@@ -75,8 +75,8 @@ def test_a_plan_made_for_frozen_inputs_is_refused_once_the_host_renews_them(cycl
         rng = random.Random(seed)
         graph = random_taskgraph(rng, Shape(vertices=10, devices=1, inplace=0.0))
         plan = make_plan(with_room(graph, 3.0), planner="timed", cyclic=cyclic)
-        graph = replace(graph, spaces=plan.devices, vertices=_renewed(graph.vertices))
-        stale = replace(plan, vertices=_renewed(plan.vertices))
+        graph = replace(graph, spaces=plan.devices, vertices=_host_updated(graph.vertices))
+        stale = replace(plan, vertices=_host_updated(plan.vertices))
         resident = [v for v in graph.vertices if not outlives_step(v) and v.sizes[0] and (v.id, 0) in plan.slots]
         if not resident:
             verify(graph, stale)
@@ -103,8 +103,8 @@ def test_a_plan_made_for_states_is_refused_once_the_host_changes_them_too(memory
             plan = make_plan(with_room(graph, memory), planner="timed", cyclic=True)
         except PlanError:
             continue
-        graph = replace(graph, spaces=plan.devices, vertices=_renewed(graph.vertices, STATE, RENEWED_STATE))
-        other = replace(plan, vertices=_renewed(plan.vertices, STATE, RENEWED_STATE))
+        graph = replace(graph, spaces=plan.devices, vertices=_host_updated(graph.vertices, STATE, HOST_UPDATED_STATE))
+        other = replace(plan, vertices=_host_updated(plan.vertices, STATE, HOST_UPDATED_STATE))
         resident = any((state, 0) in plan.slots for state in states)
         said[resident] += 1
         assert is_safe(graph, other) != resident
@@ -114,15 +114,15 @@ def test_a_plan_made_for_states_is_refused_once_the_host_changes_them_too(memory
                 verify(graph, other)
         else:
             verify(graph, other)
-        renewed = make_plan(with_room(graph, memory), planner="timed", cyclic=True)
-        assert not any((state, 0) in renewed.slots for state in states)
-        verify(replace(graph, spaces=renewed.devices), renewed)
+        host_updated = make_plan(with_room(graph, memory), planner="timed", cyclic=True)
+        assert not any((state, 0) in host_updated.slots for state in states)
+        verify(replace(graph, spaces=host_updated.devices), host_updated)
     assert said[True] > 10
 
 
-def test_a_kept_renewed_input_needs_no_copy_on_the_device() -> None:
+def test_a_kept_host_updated_input_needs_no_copy_on_the_device() -> None:
     """The host has it when the step ends."""
-    weight = Vertex(0, VertexKind.INPUT, 0, sizes=(512,), traits=RENEWED, keep=True)
+    weight = Vertex(0, VertexKind.INPUT, 0, sizes=(512,), traits=HOST_UPDATED, keep=True)
     kernel = Vertex(1, VertexKind.KERNEL, 0, inputs=((0, 0),), sizes=(512,))
     graph = replace(PLANS[0][0], spaces=PLANS[0][0].devices[:1], vertices=(weight, kernel, replace(kernel, id=2)))
     plan = make_plan(graph, memory=1024, planner="timed", cyclic=True)
@@ -131,5 +131,7 @@ def test_a_kept_renewed_input_needs_no_copy_on_the_device() -> None:
     assert is_safe(graph, plan) and not refused_by_adversary(graph, plan, 3)
 
 
-def _renewed(vertices: tuple[Vertex, ...], before: Traits = FROZEN, renewed: Traits = RENEWED) -> tuple[Vertex, ...]:
-    return tuple(replace(v, traits=renewed) if v.traits == before else v for v in vertices)
+def _host_updated(
+    vertices: tuple[Vertex, ...], before: Traits = FROZEN, host_updated: Traits = HOST_UPDATED
+) -> tuple[Vertex, ...]:
+    return tuple(replace(v, traits=host_updated) if v.traits == before else v for v in vertices)

@@ -17,7 +17,7 @@ from disco_accel.graph.values import outlives_step
 from disco_accel.verify.static import verify
 from tests.execute.programs import build, measured, step, step_in_two
 from tests.execute.state_plans import Trained, plan_of, training, weights_of
-from tests.execute.test_renewed import SCHEDULES, STEPS, planned
+from tests.execute.test_host_updated import SCHEDULES, STEPS, planned
 from tests.support.engine_faults import failing
 
 LAYERS = 5
@@ -27,7 +27,7 @@ def _trained(memory: str, options: EngineOptions | None = None, plan: MemGraph |
     def planner(graph: TaskGraph, _: Sequence[int]) -> MemGraph:
         return plan or planned(graph, memory)
 
-    return Trained(partial(training, twice=True, renewed=True), weights_of(LAYERS), planner, options)
+    return Trained(partial(training, twice=True, host_updated=True), weights_of(LAYERS), planner, options)
 
 
 def _rewritten(trained: Trained, seed: int) -> None:
@@ -46,8 +46,8 @@ def test_each_step_takes_up_what_the_host_has_and_leaves_it_there(memory: str) -
     for options in SCHEDULES.values():
         trained = _trained(memory, options, plan)
         plan = trained.plan
-        renewed = {v.id for v in plan.vertices if not outlives_step(v)}
-        assert renewed == set(trained.states) and not renewed & {vertex for vertex, _ in plan.slots}
+        host_updated = {v.id for v in plan.vertices if not outlives_step(v)}
+        assert host_updated == set(trained.states) and not host_updated & {vertex for vertex, _ in plan.slots}
         with trained.executor as executor:
             for seed in range(STEPS):
                 trained.step(seed, step if seed % 2 else step_in_two)
@@ -98,7 +98,7 @@ def test_a_step_that_fails_among_its_updates_asks_for_right_values() -> None:
 
 def test_a_plan_that_keeps_one_on_the_device_is_refused() -> None:
     """One that is made for states that the host leaves alone would compute with those of the step before."""
-    builder = build(training(weights_of(LAYERS), renewed=True))
+    builder = build(training(weights_of(LAYERS), host_updated=True))
     graph, records = measured(builder)
     plan = plan_of(graph, resident=list(builder.states))
     with pytest.raises(VerifyError, match="is resident, but the host renews it"):

@@ -1,4 +1,4 @@
-"""Plans with inputs that the host renews: loaded in each step, from its first moment on, and never before."""
+"""Plans with inputs that the host updates: loaded in each step, from its first moment on, and never before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from disco_accel.graph.files import (
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.spaces import TO_DEVICE, TO_HOST, Space
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind, with_at_least
-from disco_accel.graph.traits import FOREIGN, FROZEN, RENEWED
+from disco_accel.graph.traits import FOREIGN, FROZEN, HOST_UPDATED
 from disco_accel.graph.values import outlives_step
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound.lower_bound import bound_of
@@ -32,16 +32,16 @@ from disco_accel.verify.static import verify
 from tests.support.graphs.lora_graph import LoraShape, lora_graph
 from tests.support.graphs.strategies import random_taskgraph, with_room
 from tests.support.oracles.adversary import run_reference
-from tests.support.plans.renewed_plans import RENEWED_SHAPES, has_renewed
+from tests.support.plans.host_updated_plans import HOST_UPDATED_SHAPES, has_host_updated
 
 MACHINE = Machine(links={TO_DEVICE: Link(1000.0, 0.0), TO_HOST: Link(1000.0, 0.0)})
 SHAPE = LoraShape(layers=6, hidden=1024, ffn=2816, vocabulary=4096, tokens=2048, flops=4e13)
 
 
-def chain(renewed: int, frozen: int, memory: int, seconds: float = 2.0) -> TaskGraph:
+def chain(host_updated: int, frozen: int, memory: int, seconds: float = 2.0) -> TaskGraph:
     """One kernel after another, each with a weight of 1000 bytes, which it needs a second to load; those that the host
-    renews come first."""
-    traits = [RENEWED] * renewed + [FROZEN] * frozen
+    updates come first."""
+    traits = [HOST_UPDATED] * host_updated + [FROZEN] * frozen
     vertices = [Vertex(i, VertexKind.INPUT, 0, f"w{i}", sizes=(1000,), traits=each) for i, each in enumerate(traits)]
     for i in range(len(traits)):
         before = ((len(traits) + i - 1, 0),) if i else ()
@@ -50,11 +50,13 @@ def chain(renewed: int, frozen: int, memory: int, seconds: float = 2.0) -> TaskG
 
 
 def step_of(memory: int, every: int) -> TaskGraph:
-    """A LoRA step, in which every ``every``-th frozen weight is renewed (0: none)."""
+    """A LoRA step, in which every ``every``-th frozen weight is host-updated (0: none)."""
     graph = lora_graph(SHAPE, memory)
     weights = [v.id for v in graph.vertices if v.traits == FROZEN]
-    renewed = set(weights[every - 1 :: every] if every else ())
-    return replace(graph, vertices=tuple(replace(v, traits=RENEWED) if v.id in renewed else v for v in graph.vertices))
+    host_updated = set(weights[every - 1 :: every] if every else ())
+    return replace(
+        graph, vertices=tuple(replace(v, traits=HOST_UPDATED) if v.id in host_updated else v for v in graph.vertices)
+    )
 
 
 def loads(plan: MemGraph) -> list[int]:
@@ -70,7 +72,7 @@ def planned(graph: TaskGraph, machine: Machine = MACHINE, cyclic: bool = True) -
 @pytest.mark.parametrize("cyclic", [True, False])
 def test_with_memory_for_everything_each_is_loaded_once_and_nothing_else_moves(cyclic: bool) -> None:
     """The first kernel waits for its weight; all other loads run beside kernels."""
-    graph = chain(renewed=3, frozen=2, memory=10_000)
+    graph = chain(host_updated=3, frozen=2, memory=10_000)
     plan = planned(graph, cyclic=cyclic)
     assert (
         loads(plan) == [0, 1, 2]
@@ -84,17 +86,17 @@ def test_with_memory_for_everything_each_is_loaded_once_and_nothing_else_moves(c
 
 def test_no_load_of_it_begins_before_its_step() -> None:
     """Each step waits for its first load; with frozen weights in their place the tail of the step before brings it."""
-    graph = chain(renewed=5, frozen=0, memory=3000)
+    graph = chain(host_updated=5, frozen=0, memory=3000)
     plan = planned(graph)
     once, thrice = (simulate(plan, MACHINE, steps=steps).makespan for steps in (1, 3))
     assert once == pytest.approx(11.0) and thrice == pytest.approx(3 * once)
-    frozen = planned(chain(renewed=0, frozen=5, memory=3000))
+    frozen = planned(chain(host_updated=0, frozen=5, memory=3000))
     assert simulate(frozen, MACHINE, steps=3).makespan == pytest.approx(30.0)
 
 
-def test_frozen_weights_are_brought_back_at_the_end_beside_renewed_ones() -> None:
-    """The tail of a step prefetches for the next one, past the renewed weights that this one needs first."""
-    graph = chain(renewed=2, frozen=6, memory=4000)
+def test_frozen_weights_are_brought_back_at_the_end_beside_host_updated_ones() -> None:
+    """The tail of a step prefetches for the next one, past the host-updated weights that this one needs first."""
+    graph = chain(host_updated=2, frozen=6, memory=4000)
     plan = planned(graph)
     assert resident_bytes(plan) >= 2000, "what is there at the start was brought at the end"
     assert simulate(plan, MACHINE, steps=3).makespan == pytest.approx(3 * (1 + 8 * 2.0))
@@ -117,7 +119,7 @@ def test_prefetch_overlaps_with_kernels(share: float, every: int) -> None:
     assert once - kernels < 0.15 * copying
 
 
-def test_the_bound_of_renewed_weights_can_be_worked_out_by_hand() -> None:
+def test_the_bound_of_host_updated_weights_can_be_worked_out_by_hand() -> None:
     """Each is loaded once a step, in memory for everything too; where the link is slow, a step is all loads and then
     the last kernel."""
     fast, slow = chain(4, 0, 10_000, seconds=2.0), chain(4, 0, 10_000, seconds=0.25)
@@ -134,8 +136,8 @@ def test_plans_of_random_graphs_pass_and_refusals_name_a_memory_that_does() -> N
     planned_graphs = refused = 0
     for seed in range(160):
         rng = random.Random(seed)
-        graph = with_room(random_taskgraph(rng, rng.choice(RENEWED_SHAPES)), rng.choice((0.5, 0.8, 1.2, 2.0, 5.0)))
-        if not has_renewed(graph):
+        graph = with_room(random_taskgraph(rng, rng.choice(HOST_UPDATED_SHAPES)), rng.choice((0.5, 0.8, 1.2, 2.0, 5.0)))
+        if not has_host_updated(graph):
             continue
         cyclic = rng.random() < 0.6
         try:
@@ -165,7 +167,7 @@ def test_the_memory_that_a_refusal_names_is_enough_whatever_kernels_were_measure
     measured times it does not for the first of these graphs; others like it are one in 2,000."""
     for seed in (245, 246, 248, 250):
         rng = random.Random(seed)
-        graph = with_room(random_taskgraph(rng, rng.choice(RENEWED_SHAPES)), 0.5)
+        graph = with_room(random_taskgraph(rng, rng.choice(HOST_UPDATED_SHAPES)), 0.5)
         try:
             planned(timed_anew(graph, rng))
         except BudgetTooSmall as refused:
@@ -190,20 +192,20 @@ def test_buildmemgraph_names_what_it_cannot_plan() -> None:
 
 
 def test_a_chain_of_layers_is_frozen() -> None:
-    with pytest.raises(PlanError, match=r"w0.*renewed by the host between two steps, and a chain's weights are frozen"):
+    with pytest.raises(PlanError, match=r"w0.*updated by the host between two steps, and a chain's weights are frozen"):
         chain_of(chain(2, 2, 4000), MACHINE)
 
 
-def test_several_steps_of_a_plan_with_a_renewed_resident_are_refused() -> None:
+def test_several_steps_of_a_plan_with_a_host_updated_resident_are_refused() -> None:
     plan = planned(chain(0, 2, 4000))
-    stale = replace(plan, vertices=tuple(replace(v, traits=RENEWED) if v.id == 0 else v for v in plan.vertices))
+    stale = replace(plan, vertices=tuple(replace(v, traits=HOST_UPDATED) if v.id == 0 else v for v in plan.vertices))
     with pytest.raises(
         PlanError, match=r"vertex 0 \(w0\) is on the device when the step starts, but the host renews it"
     ):
         simulate(stale, MACHINE, steps=2)
 
 
-def test_a_reload_that_nobody_reads_ends_before_the_host_renews() -> None:
+def test_a_reload_that_nobody_reads_ends_before_the_host_updates() -> None:
     """It is no kernel and no transfer, for which the next step waits in any case."""
     graph = chain(1, 0, 4000, seconds=0.25)
     plan = planned(graph)
@@ -220,7 +222,12 @@ def test_it_goes_through_a_file(tmp_path: Path) -> None:
     write_taskgraph(graph, task)
     write_memgraph(plan, mem)
     back, plan_back = read_taskgraph(task), read_memgraph(mem)
-    assert [v.traits for v in back.vertices if v.kind is VertexKind.INPUT] == [RENEWED, RENEWED, FROZEN, FROZEN]
+    assert [v.traits for v in back.vertices if v.kind is VertexKind.INPUT] == [
+        HOST_UPDATED,
+        HOST_UPDATED,
+        FROZEN,
+        FROZEN,
+    ]
     verify(back, plan_back)
     assert loads(plan_back) == loads(plan)
 
@@ -232,13 +239,13 @@ def test_what_contradicts_it_is_named(tmp_path: Path, name: str) -> None:
     text = path.read_text()
     change = {
         "access": ('"access":"read",', '"access":"foreign",'),
-        "stays": ('"renewed":true', '"renewed":true,"stays":true'),
+        "stays": ('"host_updated":true', '"host_updated":true,"stays":true'),
         "lifetime": ('"lifetime":"steps",', ""),
     }[name]
     assert change[0] in text
     path.write_text(text.replace(*change, 1))
     with pytest.raises(
-        GraphFileError, match=r"vertex 0 \(w0\): renewed: only a value that lives over steps, that is not"
+        GraphFileError, match=r"vertex 0 \(w0\): host_updated: only a value that lives over steps, that is not"
     ):
         read_taskgraph(path)
 
@@ -267,8 +274,8 @@ def test_a_value_may_not_be_written_over_the_hosts() -> None:
 
 
 def test_an_input_that_the_user_owns_is_no_such_value() -> None:
-    """``renewed`` says nothing about foreign memory, whose pointer is looked up at each run anyway."""
-    wrong = replace(FOREIGN, renewed=True)
+    """``host_updated`` says nothing about foreign memory, whose pointer is looked up at each run anyway."""
+    wrong = replace(FOREIGN, host_updated=True)
     graph = chain(1, 0, 4000)
-    with pytest.raises(GraphFileError, match=r"vertex 0 \(w0\): renewed: only a value"):
+    with pytest.raises(GraphFileError, match=r"vertex 0 \(w0\): host_updated: only a value"):
         make_plan(replace(graph, vertices=(replace(graph.vertices[0], traits=wrong), graph.vertices[1])))

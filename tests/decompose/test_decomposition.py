@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from disco_accel.decompose.fastest_way import fastest_with_room
+from disco_accel.decompose.decomposition import fastest_with_room
 from disco_accel.decompose.layers import placements
 from disco_accel.decompose.spread import SpreadGraph, spread
 from disco_accel.graph.check import check_taskgraph

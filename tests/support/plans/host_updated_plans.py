@@ -1,4 +1,4 @@
-"""Random plans of graphs with inputs that the host renews between two steps, and planted faults in such plans."""
+"""Random plans of graphs with inputs that the host updates between two steps, and planted faults in such plans."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from disco_accel.graph.taskgraph import TaskGraph, Vertex
 from disco_accel.graph.values import changes_over_steps, lasting_versions, outlives_step
 from disco_accel.plan import make_plan
 from tests.support.faults.faults import Fault
-from tests.support.faults.state_faults import renewed_state_not_written_home, without_copy
+from tests.support.faults.state_faults import host_updated_state_not_written_home, without_copy
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
 from tests.support.plans.state_plans import NoPlan, random_plan
 
-RENEWED_SHAPES = (
-    Shape(vertices=12, inputs=8, renewed=0.6, inplace=0.0),
-    Shape(vertices=10, inputs=6, devices=1, renewed=1.0, gate=False, keep=0.3, inplace=0.0),
-    Shape(vertices=8, inputs=6, renewed=0.7, states=0.3, inplace=0.0),
+HOST_UPDATED_SHAPES = (
+    Shape(vertices=12, inputs=8, host_updated=0.6, inplace=0.0),
+    Shape(vertices=10, inputs=6, devices=1, host_updated=1.0, gate=False, keep=0.3, inplace=0.0),
+    Shape(vertices=8, inputs=6, host_updated=0.7, states=0.3, inplace=0.0),
 )
-"""Graphs with inputs that the host renews beside frozen ones, alone, and beside values that a step changes."""
+"""Graphs with inputs that the host updates beside frozen ones, alone, and beside values that a step changes."""
 
 _ROOM = (0.7, 1.0, 1.4, 3.0)
 
 
-def has_renewed(graph: TaskGraph) -> bool:
-    """Whether the host renews a value between two steps."""
+def has_host_updated(graph: TaskGraph) -> bool:
+    """Whether the host updates a value between two steps."""
     return not all(outlives_step(vertex) for vertex in graph.vertices)
 
 
-def renewed_plans(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, MemGraph]]:
+def host_updated_plans(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, MemGraph]]:
     """Return ``count`` graphs that have such inputs, each with a plan: every other of the timed planner, in little
     memory, and of no planner, in the memory that the plan takes."""
     found: list[tuple[TaskGraph, MemGraph]] = []
@@ -42,8 +42,8 @@ def renewed_plans(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, MemG
     while len(found) < count:
         seed += 1
         rng = random.Random(seed)
-        graph = with_room(random_taskgraph(rng, rng.choice(RENEWED_SHAPES)), rng.choice(_ROOM))
-        if not has_renewed(graph):
+        graph = with_room(random_taskgraph(rng, rng.choice(HOST_UPDATED_SHAPES)), rng.choice(_ROOM))
+        if not has_host_updated(graph):
             continue
         with contextlib.suppress(PlanError, NoPlan):
             if seed % 2:
@@ -54,10 +54,10 @@ def renewed_plans(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, MemG
     return found
 
 
-def renewed_made_resident(plan: MemGraph, rng: random.Random) -> MemGraph | None:
-    """What the host renews is not reloaded, but lies on the device from step to step, in bytes of its own."""
-    renewed = {v.id for v in plan.vertices if not outlives_step(v) and not changes_over_steps(v)}
-    return made_resident(plan, renewed, rng)
+def host_updated_made_resident(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """What the host updates is not reloaded, but lies on the device from step to step, in bytes of its own."""
+    host_updated = {v.id for v in plan.vertices if not outlives_step(v) and not changes_over_steps(v)}
+    return made_resident(plan, host_updated, rng)
 
 
 def made_resident(plan: MemGraph, inputs: Set[int], rng: random.Random) -> MemGraph | None:
@@ -71,16 +71,16 @@ def made_resident(plan: MemGraph, inputs: Set[int], rng: random.Random) -> MemGr
     return _read_at_start(plan, *rng.choice(found))
 
 
-def renewed_state_made_resident(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+def host_updated_state_made_resident(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """A state that the host changes too is not loaded, but lies from step to step where it was loaded to, in bytes that
     no other value has; it is written home as before."""
-    renewed = {v.id for v in plan.vertices if not outlives_step(v) and changes_over_steps(v)}
+    host_updated = {v.id for v in plan.vertices if not outlives_step(v) and changes_over_steps(v)}
     versions = lasting_versions(taskgraph_of(plan).vertices)
     carried = carried_values(plan)
     sizes = {(v.id, k): size for v in plan.vertices for k, size in enumerate(v.sizes)}
     loads = []
     for load in plan.vertices:
-        if swaps_in(load) and load.inputs[0][0] in renewed and load.sizes[0]:
+        if swaps_in(load) and load.inputs[0][0] in host_updated and load.sizes[0]:
             own, chain = plan.slots[load.id, 0], versions[load.inputs[0]]
             others = ((slot, sizes[ref]) for ref, slot in plan.slots.items() if carried[ref] not in chain)
             if not any(_overlap(own, load.sizes[0], *other) for other in others):
@@ -91,9 +91,9 @@ def renewed_state_made_resident(plan: MemGraph, rng: random.Random) -> MemGraph 
     return _read_at_start(plan, load, plan.slots[load.id, 0])
 
 
-RENEWED_FAULTS: Mapping[str, Fault] = {
+HOST_UPDATED_FAULTS: Mapping[str, Fault] = {
     fault.__name__: fault
-    for fault in (renewed_made_resident, renewed_state_made_resident, renewed_state_not_written_home)
+    for fault in (host_updated_made_resident, host_updated_state_made_resident, host_updated_state_not_written_home)
 }
 
 
