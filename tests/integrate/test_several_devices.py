@@ -17,10 +17,10 @@ from disco_accel.graph.copies import is_transfer
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.step.compile.compiled_step import shared_weights
-from disco_accel.step.compile.conductor import NotFaster
 from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.run import shared_batches, step_plans
 from disco_accel.step.run.session import Session, current_step, find_state
+from disco_accel.step.run.shared_batches import _faster_than, _NotFaster
 from tests.integrate.generators import assert_same, assert_same_step, gradients
 from tests.support.models import TEN_FAMILIES, family_full, family_lora, random_batch
 
@@ -261,14 +261,14 @@ def test_auto_tries_tensor_where_the_others_have_no_plan(monkeypatch: pytest.Mon
     assert state is not None
     made = step_plans.compiled
 
-    def compiled(state: Session, model: torch.nn.Module, fitted: FittedBatch, *rest: Any, below: float = 0.0) -> Any:
+    def compiled(state: Session, model: torch.nn.Module, fitted: FittedBatch, *rest: Any, **more: Any) -> Any:
         if fitted.parallel != "tensor":
             raise BudgetTooSmall(2, 1, "memory_budget", "")
-        return made(state, model, fitted, *rest, below=below)
+        return made(state, model, fitted, *rest, **more)
 
     fitted = FittedBatch(random_batch(batch=1, length=32))
-    with pytest.raises(NotFaster):
-        made(state, planned, dataclasses.replace(fitted, parallel="tensor"), ("loss",), below=0.0)
+    with pytest.raises(_NotFaster):
+        made(state, planned, dataclasses.replace(fitted, parallel="tensor"), ("loss",), check=_faster_than(0.0))
     assert not state.memory.plans and state.loader.shards is not None and not state.loader.shards._copies
     monkeypatch.setattr(shared_batches, "compiled", compiled)
     assert shared_batches.shared_out(state, planned, fitted).parallel == "tensor" and state.loader.shards._copies

@@ -60,7 +60,7 @@ def extended(step: CompiledStep, *, accumulate: bool, norms: bool) -> ExtendedGr
     planned = None
     if norms and len({spec.dtype for spec in specs.values()}) == 1:
         graph, transfers, value, spec = _with_norms(graph, specs)
-        planned = PlannedNorms(tuple(leaving[t][0] for t in transfers), value, spec)
+        planned = tuple(leaving[t][0] for t in transfers), value, spec
     kernels = frozenset(graph.ops.keys() - step.graph.ops.keys())
     if not kernels:
         return ExtendedGraph(step.graph, step.records)

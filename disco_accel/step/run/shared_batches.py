@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
+from disco_accel.graph.memgraph import MemGraph
 from disco_accel.plan import Machine
 from disco_accel.simulate.simulator import simulate
-from disco_accel.step.compile.conductor import NotFaster, machine_of
+from disco_accel.step.compile.conductor import PlanCheck
 from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.run.session import Session
 from disco_accel.step.run.step_plans import compiled
@@ -27,6 +28,14 @@ _ROUNDING = {
     "batch": "; rounds as accumulation over the parts does",
     "tensor": "; sums over devices round otherwise than on one",
 }
+
+
+class _NotFaster(Exception):
+    """A plan takes ``seconds`` in simulated time, no less than another."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
 
 
 def shared_out(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
@@ -83,8 +92,8 @@ def _fastest(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> str
             continue
         below = min(seconds.values(), default=float("inf")) if way.parallel == "tensor" else float("inf")
         try:
-            step = compiled(state, model, way, ("loss",), below=below)
-        except NotFaster as slower:
+            step = compiled(state, model, way, ("loss",), check=_faster_than(below))
+        except _NotFaster as slower:
             seconds[way.parallel] = slower.seconds
         except (BudgetTooSmall, CaptureError) as error:
             refusal = refusal or error
@@ -93,7 +102,7 @@ def _fastest(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> str
                 raise
             refusal = refusal or error
         else:
-            seconds[way.parallel] = simulate(step.plan, machine_of(step.engine) or Machine()).makespan
+            seconds[way.parallel] = simulate(step.plan, step.settings.machine or Machine()).makespan
     if not seconds:
         assert refusal is not None, "there is a way more than there are plans"
         raise refusal
@@ -101,3 +110,11 @@ def _fastest(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> str
     took = ", ".join(f"{way} {each:.3g} s a step" for way, each in seconds.items())
     logger.info("parallel: auto: %s (in simulated time: %s)%s", chosen, took, _ROUNDING[chosen])
     return chosen
+
+
+def _faster_than(below: float) -> PlanCheck:
+    def check(plan: MemGraph, machine: Machine) -> None:
+        if below < float("inf") and (seconds := simulate(plan, machine).makespan) >= below:
+            raise _NotFaster(seconds)
+
+    return check

@@ -27,13 +27,12 @@ from disco_accel.shortage import met_shortage
 from disco_accel.sizes import format_size
 from disco_accel.step.budget.engine_memory import PlanKey
 from disco_accel.step.capture_lock import Gate, capturing
-from disco_accel.step.compile.capture_remedies import advised
+from disco_accel.step.compile.budget_parts import require_host_memory
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.conductor import CompileOptions, compile_step, machine_of, plan_store
+from disco_accel.step.compile.conductor import CompileOptions, PlanCheck, compile_step
 from disco_accel.step.compile.device_check import require_self_check
 from disco_accel.step.compile.fitted_batch import FittedBatch
-from disco_accel.step.compile.memory_parts import require_host_memory
-from disco_accel.step.compile.pipeline import PlannerSettings
+from disco_accel.step.compile.refusals import advised
 from disco_accel.step.dynamo import compiled_note
 from disco_accel.step.placement.shard_memory import ShardMemory
 from disco_accel.step.run.frontend import ContextFactory
@@ -108,11 +107,11 @@ def compiled(
     outputs: Outputs,
     known_key: StepKey | None = None,
     differentiated: int = 1,
-    below: float = float("inf"),
+    check: PlanCheck = lambda *_: None,
 ) -> CompiledStep:
     """The plan for this batch, made on first sight of its key, which is ``known_key`` if that is known already.
 
-    Raises NotFaster for a new one that takes no less than ``below`` seconds in simulated time.
+    ``check``: as of ``CompileOptions``.
     """
     batch, cut = fitted.batch, fitted.length is not None and outputs != ("loss",)
     if outputs != ("loss",):
@@ -126,7 +125,7 @@ def compiled(
             model,
             fitted,
             forward=state.calls.forward,
-            options=with_shards(state, model, replace(options, below=below), fitted.parallel),
+            options=with_shards(state, model, replace(options, check=check), fitted.parallel),
             outputs=outputs,
             differentiated=differentiated,
             cut=cut,
@@ -273,20 +272,18 @@ def with_shards(state: Session, model: torch.nn.Module, options: CompileOptions,
 def with_more(state: Session, model: torch.nn.Module, step: CompiledStep) -> CompiledStep:
     """``step``, or the step that begins with the deferred update of the weights, where there is one; or the step that
     adds to the gradients, where there are some."""
-    config, norms = state.setup.config, state.gradients.norms
+    norms = state.gradients.norms
     with typed_out_of_memory("preparing the update"):
-        settings = PlannerSettings(config.planner, config.policy, machine_of(step.engine), config.deadline)
         what = "the same step with the update of its weights at its head"
-        store = plan_store(config.plan_cache, step.engine)
         making, wanted = functools.partial(state.reports.messages.making, what), norms.wanted
-        updated = state.updates.step_for(model, step, settings, store, making, wanted)
+        updated = state.updates.step_for(model, step, making, wanted)
         if updated is not step:
             state.budgets.plan_sets.note_kind(updated)
             return updated
         what = "the same step, which adds to the gradients in .grad"
         making = functools.partial(state.reports.messages.making, what)
         likely = wanted or (norms.possible and not state.updates.seen)
-        more = state.gradients.accumulation.step_for(step, settings, store, making, likely)
+        more = state.gradients.accumulation.step_for(step, making, likely)
         if more is not step:
             state.budgets.plan_sets.note_kind(more)
         return more

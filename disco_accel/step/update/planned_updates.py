@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore
 from disco_accel.step.gradients.accumulation import Making
 from disco_accel.step.gradients.extended_graph import extended
 from disco_accel.step.update.deferral import Deferral
@@ -71,8 +70,6 @@ class PlannedUpdates:
         self,
         model: torch.nn.Module,
         plain: CompiledStep,
-        settings: PlannerSettings,
-        store: PlanStore | None,
         making: Making,
         norms: bool = False,
     ) -> CompiledStep:
@@ -85,7 +82,7 @@ class PlannedUpdates:
         key = ("update", id(plain), pending.signature, norms)
         step = self._plans.get(key)
         if step is None and key not in self._without:
-            planned = partial(step_with_update, model, plain, pending, settings, store, self._host_memory)
+            planned = partial(step_with_update, model, plain, pending, self._host_memory)
             step = self._make(planned, plain, making, norms)
             if step is None:
                 self._without.add(key)
