@@ -8,9 +8,9 @@ from disco_accel.capture.returned_fields import NoSuchOutput
 from disco_accel.errors import BudgetTooSmall, CaptureError
 from disco_accel.shortage import met_shortage
 from disco_accel.step.budget.moving_budget import MovingBudget
-from disco_accel.step.compile.capture_remedies import advised
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.fitted_batch import FittedBatch
+from disco_accel.step.compile.refusals import advised
 from disco_accel.step.run.model_calls import ModelCalls
 from disco_accel.step.run.output_usage import OutputUsage
 from disco_accel.step.run.step_compiler import StepCompiler
