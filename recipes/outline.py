@@ -27,9 +27,9 @@ from disco_accel.recipes.corpus import IGNORED
 from disco_accel.recipes.loading import add_adapter
 from disco_accel.recipes.quantised import PackedWeights, asked_form, packable, stored_form, with_packed_weights
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
-from disco_accel.step.compile.budget_parts import Budget, BudgetFacts, leaving_bytes
+from disco_accel.step.compile.budget_parts import Budget, leaving_bytes
 from disco_accel.step.compile.fitted_batch import FittedBatch
-from disco_accel.step.compile.several_devices import Sharing, whole_step
+from disco_accel.step.compile.stages import Sharing, whole_step
 from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes, home_by_size, update_asked
 
 _WEIGHTS = (InputSource.FROZEN, InputSource.BUFFER, InputSource.TRAINABLE)
@@ -50,19 +50,15 @@ class Outline:
     part_of: Mapping[int, int] = field(default_factory=dict)
     """Vertex → the part of the batch, or the rank, that it works on, where there are several."""
 
-    def facts(self, total: int) -> BudgetFacts:
-        """What ``total`` bytes are for."""
-        on_device = self.optimizer is OptimizerHome.DEVICE
-        trainable = [p for p in self.model.parameters() if on_device and p.requires_grad]
-        return BudgetFacts(total, trainable, self.batch, self.outputs)
-
     def budget(self, total: int) -> Budget:
         """What ``total`` bytes are made of, workspaces and the allocator's blocks aside."""
-        return self.facts(total).split()
+        on_device = self.optimizer is OptimizerHome.DEVICE
+        trainable = [p for p in self.model.parameters() if on_device and p.requires_grad]
+        return Budget.of(total, trainable, self.batch.values(), self.outputs)
 
     @property
     def whole(self) -> StepOnParts:
-        """The step as ``step/compile/several_devices.py`` takes it."""
+        """The step as ``step/compile/stages.py`` takes it."""
         return StepOnParts(self.captured, self.part_of)
 
     @property

@@ -128,3 +128,15 @@ def attributes_of(module: str, node: ast.ClassDef) -> set[str]:
 def test_no_class_has_more_than_fifteen_attributes() -> None:
     """Fields of dataclasses are data and not counted."""
     assert {node.name for name, node in classes() if len(attributes_of(name, node)) > ATTRIBUTES} == MORE_ATTRIBUTES
+
+
+def test_few_functions_run_passes() -> None:
+    """A captured step runs what it is given and records it; a planner runs what is in front of it. Another caller
+    would be one more place that decides which passes run, in which order."""
+    calls = [
+        name
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and "run_passes" in (getattr(node.func, "id", ""), getattr(node.func, "attr", ""))
+    ]
+    assert len(calls) <= 4, calls

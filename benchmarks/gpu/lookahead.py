@@ -15,9 +15,10 @@ from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN
 from disco_accel.measure.costs import Measured
+from disco_accel.measure.record import measurements
 from disco_accel.native.cuda_backend import median_seconds
 from disco_accel.native.host_memory import bytes_of
-from disco_accel.step.compile.pipeline import PlannerSettings, replan, with_costs
+from disco_accel.step.compile.pipeline import PlannerSettings, replan
 
 _KS = (0, 1, 2, 4, 8)
 _STEPS = 7
@@ -55,8 +56,9 @@ def measure(run: Run) -> dict[str, Any]:
                 x = x @ w
             return x
 
-        step = with_costs(graph, Measured(run.device))
-        plan, records = replan(step.graph, 1 << 30, PlannerSettings("build", "belady")), step.costs.records
+        costs = Measured(run.device).of(graph)
+        costed = measurements(costs.records).run(graph)
+        plan, records = replan(costed, 1 << 30, PlannerSettings("build", "belady")), costs.records
         alone = _eager_seconds(eager, where)
         ratios = []
         for k in _KS:

@@ -81,7 +81,7 @@ def captures() -> Iterator[TaskGraph]:
 
 def lora_step(work: Workload) -> TaskGraph:
     """Capture forward and backward as a recipe trains them."""
-    return with_costs(lora_outline(work).captured.graph, Estimated("cuda")).graph
+    return with_costs(lora_outline(work).captured, Estimated("cuda"))[0].graph
 
 
 def lora_outline(work: Workload, quant: str = "none", parts: int = 1, ranks: int = 1) -> Outline:
@@ -132,7 +132,7 @@ def prefill(work: Workload) -> TaskGraph:
         return {"logits": model(**kwargs, use_cache=False, logits_to_keep=1).logits}
 
     captured = capture_forward(model, batch, forward=last_logits, contexts=hf_contexts(model, batch))
-    return with_costs(captured.graph, Estimated("cuda")).graph
+    return with_costs(captured, Estimated("cuda"))[0].graph
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -92,7 +92,7 @@ def lora_on_attention(config: Mapping[str, Any], batch: int, tokens: int) -> Tas
         file = Path(folder) / "recipe.yaml"
         file.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in keys.items()))
         captured = outline(read_any_recipe(str(file)), "none").captured
-    return with_costs(captured.graph, Estimated("cuda")).graph
+    return with_costs(captured, Estimated("cuda"))[0].graph
 
 
 CASES: Sequence[WhyCase] = (

@@ -50,7 +50,7 @@ from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.roofline import Speed
 from disco_accel.simulate.simulator import Simulator
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.step.compile.pipeline import CostedStep, PlannerSettings, plan_step, replan, with_costs
+from disco_accel.step.compile.pipeline import PlannerSettings, plan_step, replan, with_costs
 from disco_accel.step.optimizer_home import TrainedBytes
 from disco_accel.step.update.pending_update import AdamSettings, ParameterUpdate
 from disco_accel.step.update.update_choice import Measure, UpdateChoice
@@ -197,13 +197,11 @@ def rows(cells: Sequence[Cell]) -> Iterator[Row]:
         key = (cell.shape, cell.batch, cell.tokens, cell.device)
         if last[:1] != (key,):
             outlined = full_outline(Workload(PRESETS[cell.shape], cell.batch, cell.tokens))
-            step = with_costs(outlined.captured.graph, Estimated("cuda", DEVICES[cell.device].speed))
-            costs = replace(step.costs, workspaces=0, in_blocks=False)
-            last = (key, outlined, replace(step, costs=costs))
+            last = (key, outlined, with_costs(outlined.captured, Estimated("cuda", DEVICES[cell.device].speed))[0])
         yield _row(cell, last[1], last[2])
 
 
-def _row(cell: Cell, outlined: Outline, step: CostedStep) -> Row:
+def _row(cell: Cell, outlined: Outline, step: CapturedStep) -> Row:
     device = DEVICES[cell.device]
     budget = _least(outlined, step, device) if cell.budget == LEAST else parse_size(cell.budget or device.budget)
     parts = TrainedBytes.of(outlined.model)
@@ -233,22 +231,22 @@ def _row(cell: Cell, outlined: Outline, step: CostedStep) -> Row:
     )
 
 
-def _least(outlined: Outline, step: CostedStep, device: Device) -> int:
+def _least(outlined: Outline, step: CapturedStep, device: Device) -> int:
     """The smallest budget in which the step has a plan, updates behind it."""
     try:
-        plan_step(step, outlined.facts(1), PlannerSettings("timed", machine=device.speed.machine))
+        plan_step(step, outlined.budget(1), PlannerSettings("timed", machine=device.speed.machine))
     except BudgetTooSmall as error:
         return error.needed
     raise AssertionError("no step fits a byte")
 
 
-def _modes(outlined: Outline, step: CostedStep, budget: int, device: Device) -> tuple[Mode, Mode, Mode]:
+def _modes(outlined: Outline, step: CapturedStep, budget: int, device: Device) -> tuple[Mode, Mode, Mode]:
     machine, captured = device.speed.machine, outlined.captured
     settings = PlannerSettings("timed", machine=machine)
-    facts = outlined.facts(budget)
-    outside = facts.split().outside
+    given = outlined.budget(budget)
+    outside = given.outside
     try:
-        planned = plan_step(step, facts, settings)
+        planned = plan_step(step, given, settings)
     except BudgetTooSmall as error:
         return (Mode(needed=error.needed),) * 3
     behind = _mode(planned.graph, planned.plan, captured, device, outside)

@@ -104,7 +104,7 @@ def graph_of(subject: Subject, shape: Shape, tokens: int) -> TaskGraph:
         return tensor_parallel_prefill(PrefillShape(layers=layers, devices=subject.devices, tokens=2 * tokens), 1 << 40)
     by_batch = subject.name.endswith("batch")
     outlined = lora_outline(Workload(shape, ROWS, tokens), parts=subject.devices if by_batch else ROWS)
-    step = with_costs(outlined.captured.graph, Estimated("cuda", A100))
+    step, _ = with_costs(outlined.captured, Estimated("cuda", A100))
     memory, part_of = [1 << 40] * subject.devices, outlined.part_of if by_batch else None
     return over_devices(outlined.captured, step.graph, memory, machine_of(subject), [], part_of)[1]
 

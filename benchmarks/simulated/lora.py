@@ -19,6 +19,7 @@ from benchmarks.common.shapes import PRESETS
 from benchmarks.common.speeds import speed_as_json
 from benchmarks.planner.captures import Workload, lora_outline
 from benchmarks.planner.table import limit, live_peak, weights
+from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.files import write_atomically
@@ -31,7 +32,7 @@ from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.roofline import Speed
 from disco_accel.simulate.simulator import Link, Machine, Simulator
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.step.compile.pipeline import CostedStep, PlannerSettings, plan_step, with_costs
+from disco_accel.step.compile.pipeline import PlannerSettings, plan_step, with_costs
 
 H200 = Speed(
     name="an H200",
@@ -107,14 +108,12 @@ def rows(cells: Sequence[Cell], speed: Speed = H200) -> Iterator[Row]:
         key = (cell.shape, cell.batch, cell.tokens, cell.quant)
         if last[:1] != (key,):
             outlined = lora_outline(Workload(PRESETS[cell.shape], cell.batch, cell.tokens), cell.quant)
-            step = with_costs(outlined.captured.graph, Estimated("cuda", speed))
-            # Of the tensors alone: what a driver and an allocator take besides is not simulated.
-            costs = replace(step.costs, workspaces=0, in_blocks=False)
-            last = (key, outlined, replace(step, costs=costs))
+            # Budgets are of the tensors alone: what a driver and an allocator take besides is not simulated.
+            last = (key, outlined, with_costs(outlined.captured, Estimated("cuda", speed))[0])
         yield _row(cell, last[1], last[2], speed.machine)
 
 
-def _row(cell: Cell, outlined: Outline, step: CostedStep, machine: Machine) -> Row:
+def _row(cell: Cell, outlined: Outline, step: CapturedStep, machine: Machine) -> Row:
     graph = step.graph
     peak = outlined.budget(0).outside + sum(live_peak(graph))
     budget = int(cell.budget * peak) if isinstance(cell.budget, float) else parse_size(cell.budget)
@@ -129,7 +128,7 @@ def _row(cell: Cell, outlined: Outline, step: CostedStep, machine: Machine) -> R
         quant=cell.quant,
     )
     try:
-        planned = plan_step(step, outlined.facts(budget), PlannerSettings("timed", machine=machine))
+        planned = plan_step(step, outlined.budget(budget), PlannerSettings("timed", machine=machine))
     except BudgetTooSmall as error:
         return replace(row, needed=error.needed)
     plan, bound = planned.plan, bound_of(planned.graph, machine)

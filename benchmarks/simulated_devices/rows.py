@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.common.shapes import PRESETS
 from benchmarks.planner.captures import Workload, lora_outline, prompt_outline
 from benchmarks.simulated_devices.cells import MEMORY, SPEEDS, Cell, Kind
+from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.files import fingerprint
@@ -24,9 +25,9 @@ from disco_accel.plan.bound.lower_bound import Bound, bound_of
 from disco_accel.plan.summary import swapped_bytes
 from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.simulator import Simulator
-from disco_accel.step.compile.budget_parts import BudgetFacts
-from disco_accel.step.compile.pipeline import CostedStep, PlannerSettings, plan_step, with_costs
-from disco_accel.step.compile.several_devices import Sharing, on_devices
+from disco_accel.step.compile.budget_parts import Budget
+from disco_accel.step.compile.pipeline import PlannerSettings, plan_step, with_costs
+from disco_accel.step.compile.stages import Sharing, on_devices
 
 _STEPS = 3
 _AS_GOOD = 0.99
@@ -71,16 +72,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Subject:
-    """A cell's ``step`` on its devices, with costs, and what its budget is for."""
+    """A cell's ``step`` on its devices, with costs, and its budget."""
 
-    step: CostedStep
-    facts: BudgetFacts
+    step: CapturedStep
+    budget: Budget
 
     @property
     def graph(self) -> TaskGraph:
         """What is planned: each device with the budget's arena."""
-        arena = self.facts.split(self.step.costs.workspaces, in_blocks=self.step.costs.in_blocks).arena
-        return arena_of(max(arena, self.step.graph.devices[0].alignment)).run(self.step.graph)
+        return arena_of(max(self.budget.arena, self.step.graph.devices[0].alignment)).run(self.step.graph)
 
 
 @lru_cache(maxsize=1)
@@ -94,15 +94,13 @@ def subject(cell: Cell, say: Say = lambda _: None) -> Subject:
     """Capture the step of ``cell`` and spread it over its devices."""
     say("capturing")
     outlined = _captured(*cell.capture)
-    step = with_costs(outlined.captured.graph, Estimated("cuda", SPEEDS[cell.gpu]), outlined.captured.passes)
+    step, _ = with_costs(outlined.captured, Estimated("cuda", SPEEDS[cell.gpu]))
     # Of the tensors alone: what a driver and an allocator take besides is not simulated.
-    step = replace(step, costs=replace(step.costs, workspaces=0, in_blocks=False))
-    facts = outlined.facts(MEMORY[cell.gpu])
+    budget = outlined.budget(MEMORY[cell.gpu])
     if cell.devices > 1:
         say(f"spreading {len(step.graph.vertices)} vertices")
     sharing = Sharing(cell.devices, cell.parallel)
-    _, step = on_devices(outlined.whole, step, sharing, facts, SPEEDS[cell.gpu].machine)
-    return Subject(step, facts)
+    return Subject(on_devices(step, outlined.part_of, sharing, budget, SPEEDS[cell.gpu].machine), budget)
 
 
 def row(cell: Cell, plan_seconds: float | None = None, say: Say = lambda _: None) -> Row:
@@ -113,7 +111,7 @@ def row(cell: Cell, plan_seconds: float | None = None, say: Say = lambda _: None
     made = Row(cell, MEMORY[cell.gpu], weights=whole)
     settings, began = PlannerSettings("timed", machine=machine, plan_seconds=plan_seconds), time.monotonic()
     try:
-        planned = plan_step(step, found.facts, settings, say=say)
+        planned = plan_step(step, found.budget, settings, say=say)
     except BudgetTooSmall as error:
         return replace(made, needed=error.needed, plan_seconds=round(time.monotonic() - began, 1))
     say(f"simulating {len(planned.plan.vertices)} vertices")

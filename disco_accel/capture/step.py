@@ -35,7 +35,6 @@ from disco_accel.capture.unread_nodes import remove_unread
 from disco_accel.capture.waiting_modules import modules_wait
 from disco_accel.errors import CaptureError
 from disco_accel.graph.op_traits import op_traits
-from disco_accel.graph.passes import AppliedPass, run_passes
 from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN, Traits
@@ -422,9 +421,8 @@ def _lower(
     device = Space(0, sum(sum(v.sizes) for v in low.vertices))
     # By the last output the forward has run, which is what the user's generator has to show.
     passes = hold_back(low, traced.output_grads), chain_draws(max(output.ref for output in outputs))
-    applied: list[AppliedPass] = []
-    task = run_passes(TaskGraph(name, (device,), tuple(low.vertices), low.ops), passes, applied)
-    return CapturedStep(task, tuple(bindings), outputs, gradients, constants, passes=tuple(applied))
+    task = TaskGraph(name, (device,), tuple(low.vertices), low.ops)
+    return CapturedStep(task, tuple(bindings), outputs, gradients, constants).through(passes)
 
 
 def _gradients(low: OpLowering, trainable: Sequence[str], grads: Sequence[fx.Node | None]) -> tuple[ValueBinding, ...]:

@@ -18,9 +18,8 @@ from disco_accel.quantised.forms import PackedForm
 
 if TYPE_CHECKING:
     from disco_accel.config.settings import DiscoConfig
-    from disco_accel.measure.costs import Estimated
-    from disco_accel.step.compile.pipeline import CostedStep
-    from disco_accel.step.compile.planned_step import StepWithPlan
+    from disco_accel.measure.costs import Estimated, GraphCosts
+    from disco_accel.step.compile.stages import StagedStep
 
 
 def weights_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,8 +134,8 @@ def capture(options: argparse.Namespace) -> int:
     from disco_accel.step.compile.pipeline import with_costs
 
     outlined, costs, _ = _outlined(options)
-    step = with_costs(outlined.captured.graph, costs, outlined.captured.passes)
-    say(step.costs.note)
+    step, known = with_costs(outlined.captured, costs)
+    say(known.note)
     try:
         write_taskgraph(step.graph, options.output)
     except OSError as error:
@@ -190,37 +189,34 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     from disco_accel.native.backend import backend_of_kind
     from disco_accel.observe.forecast import forecast, forecast_text, passes_text, write_forecast
     from disco_accel.step.compile.pipeline import PlannerSettings
-    from disco_accel.step.compile.planned_step import STAGES, StepToPlan, plan_in_chunks
-    from disco_accel.step.compile.several_devices import Sharing
-    from disco_accel.step.compile.stages import stages_text
+    from disco_accel.step.compile.planned_step import plan_in_chunks
+    from disco_accel.step.compile.stages import PlanRequest, Sharing, stages_text
 
     outlined, costs, config = _outlined(options, parallel)
-    facts = outlined.facts(_memory(options, config))
+    given = outlined.budget(_memory(options, config))
     say(config.without_effect)
     machine = _machine(options.device, config)
     settings = PlannerSettings(config.planner, config.policy, machine, deadline(options, config.deadline))
     sharing = Sharing(_device_count(config), _parallel(config))
     more: dict[str, Any] = {}
 
-    def costed(step: CostedStep) -> None:
-        say("" if "without_scratch_of" in more else step.costs.note)
-        more["without_scratch_of"] = step.costs.without_scratch
+    def costed(known: GraphCosts) -> None:
+        say("" if "without_scratch_of" in more else known.note)
+        more["without_scratch_of"] = known.without_scratch
 
-    asked = StepToPlan(
-        outlined.whole, sharing, costs, facts, settings, config.chunks, torch.device("cpu"), costed=costed
-    )
+    asked = PlanRequest(sharing, costs, given, settings, config.chunks, torch.device("cpu"), costed=costed)
     if _device_count(config) > 1:
         more |= {"devices": _device_count(config), "parallel": _parallel(config)}
     if outlined.packed is not None:
         more["quant"] = outlined.packed.as_dict()
     if options.passes:
-        print(stages_text(STAGES), file=sys.stderr)
+        print(stages_text(), file=sys.stderr)
     try:
-        made = plan_in_chunks(asked)
+        made = plan_in_chunks(outlined.whole, asked)
     except BudgetTooSmall as error:
         print(json.dumps({"fits": False, "budget_bytes": error.given, "needed_bytes": error.needed} | more))
         raise
-    step, planned = made.costed, made.planned
+    planned = made.planned
     outlined = replace(outlined, captured=made.captured)
     for note in planned.notes:
         say(note)
@@ -229,7 +225,7 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
         more["passes"] = [each.as_dict() for each in planned.applied]
     estimated_for = backend_of_kind(options.device).speed.name
     budget, names = planned.budget.as_dict(), outlined.names
-    result = forecast(planned.graph, planned.plan, machine, budget, names, estimated_for, step.copies)
+    result = forecast(planned.graph, planned.plan, machine, budget, names, estimated_for, made.captured.copies)
     result = replace(result, figures={**result.figures, **more})
     print(json.dumps(result.figures))
     # The same for people, who may have sent the line of JSON elsewhere.
@@ -241,20 +237,20 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     return dict(result.figures)
 
 
-def _figures(outlined: Any, made: StepWithPlan, config: DiscoConfig) -> dict[str, Any]:
+def _figures(outlined: Any, made: StagedStep, config: DiscoConfig) -> dict[str, Any]:
     """What is printed of a plan beside its forecast. Raises ConfigError where the host memory of ``config`` is less
     than the plan takes."""
+    from disco_accel.step.compile.budget_parts import host_memory_parts, require_host_memory
     from disco_accel.step.compile.compiled_step import shared_weights
-    from disco_accel.step.compile.memory_parts import host_memory_parts, require_host_memory
     from disco_accel.step.optimizer_home import TrainedBytes, keeps_masters
     from disco_accel.step.placement.shard_memory import packed_bytes
 
-    planned, copies = made.planned, made.costed.copies
+    planned, copies = made.planned, made.captured.copies
     rounded = TrainedBytes.of(outlined.model, keeps_masters(config)).rounded
     packed = packed_bytes(shared_weights(outlined.captured), dict(outlined.model.named_parameters()))
     if isinstance(config.host_memory, int):
         require_host_memory(config.host_memory, planned.graph, planned.plan.host.memory, rounded, copies, packed)
-    chunks = made.chunks
+    chunks = made.chunked
     return {
         **({} if chunks is None else {"chunks": {"kernels": chunks.kernels, "most": chunks.most, "sums": chunks.sums}}),
         "host_memory": host_memory_parts(planned.graph, planned.plan.host.memory, rounded, copies, packed),

@@ -6,15 +6,49 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.passes import GraphPass, run_passes
-from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.passes import GraphPass
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.plan.common.justified_runs import shortest_run
+from disco_accel.plan.common.serial_orders import start_order, unlimited_run
+from disco_accel.plan.common.streamed_run import streamed_starts
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import SearchWork, enough
 from disco_accel.simulate.simulator import Machine, simulate
 
 _BOTH_UP_TO = 200_000
 """Vertices of a graph for which more than one plan is made."""
+
+_JUSTIFIED = "vertices as they start in a step planned forwards and backwards with memory for everything"
+_STREAMED = "vertices as they start where those of weights that are there go first"
+
+
+def order_choices(graph: TaskGraph, machine: Machine) -> tuple[tuple[GraphPass, ...], float]:
+    """Return serial orders to plan ``graph`` in, the most promising first, and the seconds of the shortest step with
+    memory for everything. A graph on one device has none.
+
+    They are the orders of a step as it runs with memory for everything, shorter ones first, and of one in which weights
+    are loaded, if those of a device do not fit it. Beside a host device, one device has the first alone.
+    """
+    hosts = host_devices(graph.devices)
+    work = [vertex for vertex in graph.vertices if vertex.kind is not VertexKind.INPUT]
+    devices = {vertex.space for vertex in work if vertex.space not in hosts}
+    on_host = any(vertex.kind is VertexKind.KERNEL and vertex.space in hosts for vertex in work)
+    if len(devices) + on_host < 2:
+        return (), 0.0
+    run = unlimited_run(graph, machine)
+    if len(devices) < 2:
+        return (start_order(run.starts),), run.makespan
+    orders, fastest = [start_order(run.starts)], run.makespan
+    shorter = shortest_run(graph, machine)
+    if shorter.makespan < fastest:
+        orders.insert(0, start_order(shorter.starts, "justified order", _JUSTIFIED))
+        fastest = shorter.makespan
+    streamed = streamed_starts(orders[0].run(graph), machine)
+    if streamed is not None:
+        orders.append(start_order(streamed, "streamed order", _STREAMED))
+    return tuple(orders), fastest
 
 
 @dataclass
@@ -47,7 +81,7 @@ class Candidates:
             # Each order has a search of its own, or a later one would have what work the first has left.
             own = SearchWork(part=max(0.0, own.part - self.spent / enough(len(graph.vertices))))
         with suppress(Infeasible):
-            plan = planner(graph if order is None else run_passes(graph, [order]), own)
+            plan = planner(graph if order is None else order.run(graph), own)
             makespan = simulate(plan, self.machine).makespan
             self.seconds[id(order)] = min(makespan, self.seconds.get(id(order), makespan))
             if makespan < self.makespan:

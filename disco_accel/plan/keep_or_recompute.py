@@ -10,27 +10,24 @@ all clones, graphs are planned from scratch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from disco_accel.eviction import AUTO
 from disco_accel.gc_pause import collector_paused
 from disco_accel.graph.copies import swaps_out
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.passes import AppliedPass, GraphPass, run_passes
+from disco_accel.graph.passes import GraphPass, run_passes
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.value_numbering import Clone, clones, kept, without
 from disco_accel.plan.duplicates import kept_bytes_of, ordered_duplicates
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import SearchWork, enough
-from disco_accel.plan.select import INPUTS_BY_USE
+from disco_accel.plan.select import Planned, planned_with, planning_passes
 from disco_accel.plan.timed.search import DraftedGraph, drafted
 from disco_accel.plan.timed.smallest_memory import FRUGAL
 from disco_accel.simulate.simulator import Machine, simulate
-
-Make = Callable[[TaskGraph, SearchWork, list[AppliedPass], Collection[int]], MemGraph]
-"""``make_plan`` with all else that it is told; last the kernels whose outputs are not to be offloaded. Raises
-BudgetTooSmall or Infeasible."""
 
 _DRAFTS = 0.3
 """Share of the work for drafts that find how long a part of the row to leave out."""
@@ -61,24 +58,20 @@ _SETTINGS = replace(FRUGAL, low_peak_order=False, repacking_rounds=12, redrafts=
 
 @collector_paused()
 def decide(
-    graph: TaskGraph,
-    make: Make,
-    machine: Machine,
-    work: SearchWork,
-    applied: list[AppliedPass],
-    *,
-    planner: str = "timed",
-) -> MemGraph:
-    """Return the fastest plan found of ``graph`` without some of its clones, which is run step after step.
+    graph: TaskGraph, machine: Machine, work: SearchWork, *, planner: str = "timed", policy: str = AUTO
+) -> Planned:
+    """Return the fastest plan found of ``graph`` without some of its clones, which is run step after step, and its
+    passes.
 
-    ``graph_of_plan`` says which graph the plan is one of. A graph without clones is planned as it is. ``planner``: the
-    one of ``make``. ``applied`` gets the passes of the plan that is returned. Raises BudgetTooSmall if the graph does
-    not fit, without clones neither.
+    ``graph_of_plan`` says which graph the plan is one of. A graph without clones is planned as it is. ``planner`` and
+    ``policy``: as in ``make_plan``. Raises BudgetTooSmall if the graph does not fit, without clones neither.
     """
+    plan_with = partial(planned_with, planner=planner, policy=policy, cyclic=True, machine=machine)
     found = clones(graph)
     if not found:
-        return make(graph, work, applied, ())
-    return _Choice(graph, ordered_duplicates(graph, found, machine), make, machine, work, applied, planner).run()
+        return plan_with(graph, (), work=work)
+    drafts = planner == "timed"
+    return _Choice(graph, ordered_duplicates(graph, found, machine), plan_with, machine, work, drafts).run()
 
 
 def keep_dequantised(left_out: Sequence[Clone]) -> GraphPass:
@@ -90,43 +83,39 @@ def keep_dequantised(left_out: Sequence[Clone]) -> GraphPass:
 
 class _Choice:
     """``row`` of clones, ``short`` of which come first; ``judged``: clones left out → drafts of the graph without them.
-    ``best`` plan so far with its ``makespan`` and its ``passes``."""
+    ``best``: the plan so far and its passes, with its ``makespan``. ``offers_drafts``: drafts get offsets."""
 
     def __init__(
         self,
         graph: TaskGraph,
         row: tuple[list[Clone], int],
-        make: Make,
+        plan_with: Callable[..., Planned],
         machine: Machine,
         work: SearchWork,
-        applied: list[AppliedPass],
-        planner: str,
+        offers_drafts: bool,
     ) -> None:
         self.graph = graph
         self.row, self.short = row
-        self.make = make
+        self.plan_with = plan_with
         self.machine = machine
         self.work = work
-        self.applied = applied
-        self.planner = planner
+        self.offers_drafts = offers_drafts
         self.judged: dict[int, DraftedGraph] = {}
         self.drafting = work.shared(_DRAFTS, len(graph.vertices))
         self.reserve = _RESERVES[0]
         self.ratio: float | None = None
-        self.best: MemGraph | None = None
+        self.best: Planned | None = None
         self.makespan = float("inf")
-        self.passes: list[AppliedPass] = []
 
-    def run(self) -> MemGraph:
+    def run(self) -> Planned:
         if not self.work.late():
             self._search()
         self.work.take(self.drafting)
         # The timed planner has its own way where there are several devices.
         kernels = (vertex for vertex in self.graph.vertices if vertex.kind is VertexKind.KERNEL)
-        if self.planner == "timed" and len({vertex.space for vertex in kernels}) == 1:
+        if self.offers_drafts and len({vertex.space for vertex in kernels}) == 1:
             self._give_offsets()
         self._plan_from_scratch()
-        self.applied += self.passes
         assert self.best is not None, "the graph with all clones has a plan, or BudgetTooSmall was raised"
         return self.best
 
@@ -167,9 +156,8 @@ class _Choice:
 
     def _judge(self, count: int) -> DraftedGraph:
         if count not in self.judged:
-            graph = run_passes(self.graph, [keep_dequantised(self.row[:count]), INPUTS_BY_USE])
             self.judged[count] = drafted(
-                graph,
+                run_passes(self.graph, self._passes(count)),
                 self.machine,
                 cyclic=True,
                 work=self.drafting,
@@ -178,6 +166,9 @@ class _Choice:
                 not_offloaded=kept(self.row[:count]),
             )
         return self.judged[count]
+
+    def _passes(self, count: int) -> tuple[GraphPass, ...]:
+        return planning_passes(keep_dequantised(self.row[:count]))
 
     def _judge_with_more_room(self, count: int) -> None:
         """Judge once more with the other reserve, and go on with whichever is better."""
@@ -198,7 +189,6 @@ class _Choice:
         """Give drafts offsets, the fastest first, until one has them."""
         for count in self._fastest()[:_OFFERED]:
             own = self.work.shared(_OFFSETS, len(self.graph.vertices))
-            passes = list[AppliedPass]()
             try:
                 plan = replace(self.judged[count].plan(own), planner="timed")
             except Infeasible:
@@ -206,8 +196,7 @@ class _Choice:
             finally:
                 self.work.take(own)
             if plan.host.memory <= self.graph.host.memory:
-                run_passes(self.graph, [keep_dequantised(self.row[:count]), INPUTS_BY_USE], passes)
-                self._keep_if_faster(plan, passes)
+                self._keep_if_faster(plan, self._passes(count))
                 return
 
     def _plan_from_scratch(self) -> None:
@@ -230,10 +219,11 @@ class _Choice:
 
     def _plan(self, count: int, own: SearchWork) -> float:
         """Plan the graph without so many of the row; return the work that it took."""
-        passes = list[AppliedPass]()
-        graph = run_passes(self.graph, [keep_dequantised(self.row[:count])], passes)
+        left_out = self.row[:count]
         try:
-            plan = self.make(graph, own, passes, kept(self.row[:count]))
+            plan, passes = self.plan_with(
+                self.graph, (keep_dequantised(left_out),), work=own, not_offloaded=kept(left_out)
+            )
         except Infeasible:
             return own.spent
         finally:
@@ -242,10 +232,10 @@ class _Choice:
             self._keep_if_faster(plan, passes)
         return own.spent
 
-    def _keep_if_faster(self, plan: MemGraph, passes: list[AppliedPass]) -> None:
+    def _keep_if_faster(self, plan: MemGraph, passes: tuple[GraphPass, ...]) -> None:
         makespan = simulate(plan, self.machine).makespan
         if makespan < self.makespan:
-            self.best, self.makespan, self.passes = plan, makespan, passes
+            self.best, self.makespan = (plan, passes), makespan
 
     def _offloads_kept(self, plan: MemGraph, count: int) -> bool:
         """Whether values are offloaded that were to be kept, as BUILDMEMGRAPH may do: to dequantise them again takes

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from disco_accel.errors import BudgetTooSmall, ConfigError
 from disco_accel.graph.check import check_taskgraph
-from disco_accel.graph.passes import run_passes
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.common.serial_orders import start_order, unlimited_run
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import SearchWork
-from disco_accel.plan.select import INPUTS_BY_USE, fits, make_plan
+from disco_accel.plan.select import fits, inputs_by_use, make_plan
 from disco_accel.plan.timed.search import drafted
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.simulate.machine import Machine
@@ -38,8 +37,8 @@ def quick_seconds(graph: TaskGraph, machine: Machine) -> float:
     BUILDMEMGRAPH's where that finds none. Infinite where there is no plan, or none that ``make_plan`` would find."""
     if not fits(graph):
         return float("inf")
-    ready = run_passes(check_taskgraph(graph), (INPUTS_BY_USE,))
-    ready = run_passes(ready, (start_order(unlimited_run(ready, machine).starts),))
+    ready = inputs_by_use(check_taskgraph(graph))
+    ready = start_order(unlimited_run(ready, machine).starts).run(ready)
     work = SearchWork(names_needed=False)
     try:
         plan = drafted(ready, machine, cyclic=True, work=work, settings=_SETTINGS, reserve=_RESERVE).plan(work)

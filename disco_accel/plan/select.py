@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from disco_accel.errors import BudgetTooSmall, ConfigError, PlanError
 from disco_accel.eviction import AUTO, Policy, policy_named
@@ -15,7 +14,7 @@ from disco_accel.graph.check import called, check_taskgraph
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.order import serial_order
-from disco_accel.graph.passes import AppliedPass, GraphPass, arena_of, run_passes
+from disco_accel.graph.passes import GraphPass, arena_of, run_passes
 from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import (
@@ -34,8 +33,7 @@ from disco_accel.plan.buildmemgraph.min_memory import (
 )
 from disco_accel.plan.buildmemgraph.residents import Residents, first_choices, improve, plain_choices
 from disco_accel.plan.buildmemgraph.sim_malloc import Repairs
-from disco_accel.plan.candidates import Candidates
-from disco_accel.plan.common.order_choices import OrderChoices
+from disco_accel.plan.candidates import Candidates, order_choices
 from disco_accel.plan.common.serial_orders import LOW_PEAK_ORDER
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.refusal import too_small
@@ -69,28 +67,14 @@ _SEARCH_UP_TO = 12_000
 """Vertices of a graph for which BUILDMEMGRAPH tries several sets of residents."""
 
 
-class Planner(Protocol):
-    """Plans ``graph``; ``applied`` gets the passes that the plan's graph has been through.
+Planned = tuple[MemGraph, tuple[GraphPass, ...]]
+"""A plan, and the passes that its graph went through on the way to it."""
 
-    Raises BudgetTooSmall; Infeasible, where ``repairs`` are not all allowed or ``work`` has no search for the memory
-    that is needed.
-    """
-
-    def __call__(
-        self,
-        graph: TaskGraph,
-        policy: Policy,
-        cyclic: bool,
-        lookahead: int | None,
-        machine: Machine,
-        repairs: Repairs | None = None,
-        work: SearchWork | None = None,
-        applied: list[AppliedPass] | None = None,
-        not_offloaded: Collection[int] = (),
-    ) -> MemGraph: ...
+Planner = Callable[[TaskGraph, Policy, bool, int | None, Machine, SearchWork, Collection[int]], Planned]
+"""Its arguments: those of ``plan_timed``. Its passes are those behind the graph that it gets. It raises BudgetTooSmall;
+Infeasible, where the work has no search for the memory that is needed."""
 
 
-@collector_paused()
 def make_plan(
     graph: TaskGraph,
     *,
@@ -101,8 +85,6 @@ def make_plan(
     lookahead: int | None = None,
     machine: Machine | None = None,
     work: SearchWork | None = None,
-    applied: list[AppliedPass] | None = None,
-    not_offloaded: Collection[int] = (),
 ) -> MemGraph:
     """Return a plan of ``graph``.
 
@@ -111,34 +93,54 @@ def make_plan(
     step after step. ``machine``: what candidates are compared on. ``work``: what the search may cost, and what it has
     cost. For ``build`` alone: ``policy``, which values are evicted first (auto: belady; ``timed`` has the same
     plan whatever it is), and ``lookahead``, vertices ahead of execution for which copies may be placed (None: as many
-    as fit). ``applied`` gets the passes that ``graph`` went through on its way to the plan. ``not_offloaded``: kernels
-    whose outputs ``timed`` keeps on their device.
+    as fit).
     Raises ConfigError for unknown names, GraphFileError for a graph that makes no sense, BudgetTooSmall; in its place
     Infeasible, where ``work`` has no search for the memory that is needed, or does not name it.
+    """
+    passes = () if memory is None else (arena_of(memory),)
+    plan, _ = planned_with(
+        graph, passes, policy=policy, planner=planner, cyclic=cyclic, lookahead=lookahead, machine=machine, work=work
+    )
+    return plan
+
+
+@collector_paused()
+def planned_with(
+    graph: TaskGraph,
+    passes: Sequence[GraphPass],
+    *,
+    policy: str = AUTO,
+    planner: str,
+    cyclic: bool,
+    lookahead: int | None = None,
+    machine: Machine | None = None,
+    work: SearchWork | None = None,
+    not_offloaded: Collection[int] = (),
+) -> Planned:
+    """As ``make_plan``, of ``graph`` behind ``passes``; with all passes between ``graph`` and the plan.
+
+    ``not_offloaded``: kernels whose outputs ``timed`` keeps on their device.
     """
     if planner not in PLANNERS:
         raise ConfigError(f"planner: {planner!r} is unknown; known planners: {', '.join(sorted(PLANNERS))}")
     chosen = policy_named(policy)
     if lookahead is not None and lookahead < 0:
         raise ConfigError(f"lookahead: {lookahead} is negative; 0 turns it off")
-    passes = (INPUTS_BY_USE,) if memory is None else (INPUTS_BY_USE, arena_of(memory))
-    graph = run_passes(check_taskgraph(graph), passes, applied)
-    plan = PLANNERS[planner](
-        graph,
-        chosen,
-        cyclic,
-        lookahead,
-        machine or Machine(),
-        work=work,
-        applied=applied,
-        not_offloaded=not_offloaded,
-    )
+    passes = planning_passes(*passes)
+    graph = run_passes(check_taskgraph(graph), passes)
+    machine, work = machine or Machine(), work or SearchWork()
+    plan, orders = PLANNERS[planner](graph, chosen, cyclic, lookahead, machine, work, not_offloaded)
     if plan.host.memory > graph.host.memory:
         raise PlanError(
             f"host: offloads take {plan.host.memory} bytes, the graph gives {graph.host.memory}: give the host "
             "more, or the device, so that less is offloaded"
         )
-    return plan
+    return plan, (*passes, *orders)
+
+
+def planning_passes(*passes: GraphPass) -> tuple[GraphPass, ...]:
+    """Return all passes in front of a planner: ``passes``, and those that every planner's graph goes through."""
+    return *passes, INPUTS_BY_USE
 
 
 def inputs_by_use(graph: TaskGraph) -> TaskGraph:
@@ -162,18 +164,17 @@ def plan_build(
     cyclic: bool,
     lookahead: int | None,
     machine: Machine,
-    repairs: Repairs | None = None,
-    work: SearchWork | None = None,
-    applied: list[AppliedPass] | None = None,
+    work: SearchWork,
     not_offloaded: Collection[int] = (),
-) -> MemGraph:
+    repairs: Repairs | None = None,
+) -> Planned:
     """Plan with BUILDMEMGRAPH: as much look-ahead as fits, less if it must be. Raises BudgetTooSmall."""
-    del applied, not_offloaded
+    del not_offloaded
     if (vertex := _beyond_build(graph)) is not None:
         raise ConfigError(
             f"planner: 'build' cannot plan {called(vertex)}, which {_changes(vertex)}; use planner: timed"
         )
-    repairs, work = repairs or Repairs(), work or SearchWork()
+    repairs = repairs or Repairs()
     for attempt in _attempts(graph, lookahead, repairs):
         planned = partial(_built, graph, policy, cyclic, repairs, attempt)
         try:
@@ -181,8 +182,8 @@ def plan_build(
         except Infeasible:
             continue
         if len(graph.vertices) > _SEARCH_UP_TO:
-            return plan
-        return improve(graph, plan, attempt.residents, planned, machine, work)
+            return plan, ()
+        return improve(graph, plan, attempt.residents, planned, machine, work), ()
     if not repairs.shorten_lookahead:
         raise Infeasible(0)
     raise _too_small(graph, policy, cyclic, lookahead, work)
@@ -244,46 +245,44 @@ def plan_timed(
     cyclic: bool,
     lookahead: int | None,
     machine: Machine,
-    repairs: Repairs | None = None,
-    work: SearchWork | None = None,
-    applied: list[AppliedPass] | None = None,
+    work: SearchWork,
     not_offloaded: Collection[int] = (),
-) -> MemGraph:
+) -> Planned:
     """Plan in simulated time; where that finds no plan or a slower one, with BUILDMEMGRAPH. Raises BudgetTooSmall.
 
     A memory is too small if it is for BUILDMEMGRAPH, which can tell in a fraction of the time, and which always ends.
     ``policy`` has no effect, there neither: what a user is told of it holds for every graph. BUILDMEMGRAPH, which
     offloads what it likes, is not asked where some outputs are ``not_offloaded``.
     """
-    del repairs, policy
+    del policy
     policy = policy_named(AUTO)
-    work = work or SearchWork()
     if not_offloaded or _beyond_build(graph) is not None:
-        return _plan_timed_alone(graph, cyclic, machine, work, applied, not_offloaded)
+        return _plan_timed_alone(graph, cyclic, machine, work, not_offloaded)
     attempts = partial(_attempts, lookahead=lookahead)
     if not has_ample_memory(graph) and first_fitting(graph, policy, cyclic, attempts) is None:
         raise _too_small(graph, policy, cyclic, lookahead, work)
-    orders = OrderChoices.of(graph, machine)
-    enough = _NEAR * orders.fastest if orders.passes else _GOOD * _compute(graph, machine)
+    orders, fastest = order_choices(graph, machine)
+    enough = _NEAR * fastest if orders else _GOOD * _compute(graph, machine)
     plans = Candidates(machine, enough, work)
 
     def built(each: TaskGraph, own: SearchWork) -> MemGraph:
-        return plan_build(each, policy, cyclic, lookahead, machine, Repairs(shorten_lookahead=False), own)
+        one_lookahead = Repairs(shorten_lookahead=False)
+        plan, _ = plan_build(each, policy, cyclic, lookahead, machine, own, repairs=one_lookahead)
+        return plan
 
     def timed(each: TaskGraph, own: SearchWork) -> MemGraph:
         return replace(build_timed(each, machine, cyclic=cyclic, work=own), planner="timed")
 
-    if not orders.passes:
+    if not orders:
         plans.add(timed, graph)
         plans.add(built, graph)
-    for order in orders.passes:
+    for order in orders:
         plans.add(built, graph, order)
-    for order in plans.fastest_first(orders.passes)[: 1 if len(graph.vertices) > _ORDERS_UP_TO else None]:
+    for order in plans.fastest_first(orders)[: 1 if len(graph.vertices) > _ORDERS_UP_TO else None]:
         plans.add(timed, graph, order)
     if plans.best is None:
-        return plan_build(graph, policy, cyclic, lookahead, machine, work=work, applied=applied)
-    _note_orders(graph, plans, applied)
-    return plans.best
+        return plan_build(graph, policy, cyclic, lookahead, machine, work)
+    return plans.best, _orders_of(graph, plans.best, plans.order)
 
 
 def fits(graph: TaskGraph) -> bool:
@@ -294,13 +293,12 @@ def fits(graph: TaskGraph) -> bool:
     return first_fitting(graph, policy_named(AUTO), True, partial(_attempts, lookahead=None)) is not None
 
 
-def _note_orders(given: TaskGraph, plans: Candidates, applied: list[AppliedPass] | None) -> None:
-    """Note in ``applied`` what made the order of the best of ``plans`` out of that of ``given``."""
-    if applied is not None and plans.best is not None:
-        passes = [] if plans.order is None else [plans.order]
-        # The one other order that a draft may have.
-        lower = [] if _has_order_of(run_passes(given, passes), plans.best) else [LOW_PEAK_ORDER]
-        run_passes(given, [*passes, *lower], applied)
+def _orders_of(given: TaskGraph, plan: MemGraph, order: GraphPass | None) -> tuple[GraphPass, ...]:
+    """Return what made the order of ``plan``, one of ``given`` in ``order``, out of that of ``given``."""
+    passes = () if order is None else (order,)
+    ordered = given if order is None else order.run(given)
+    # The one other order that a draft may have.
+    return passes if _has_order_of(ordered, plan) else (*passes, LOW_PEAK_ORDER)
 
 
 def _has_order_of(graph: TaskGraph, plan: MemGraph) -> bool:
@@ -315,12 +313,11 @@ def _plan_timed_alone(
     cyclic: bool,
     machine: Machine,
     work: SearchWork,
-    applied: list[AppliedPass] | None,
     not_offloaded: Collection[int],
-) -> MemGraph:
+) -> Planned:
     """As ``plan_timed``, for graphs that BUILDMEMGRAPH cannot plan."""
-    orders = OrderChoices.of(graph, machine)
-    plans = Candidates(machine, _NEAR * orders.fastest, work)
+    orders, fastest = order_choices(graph, machine)
+    plans = Candidates(machine, _NEAR * fastest, work)
 
     def timed(each: TaskGraph, own: SearchWork) -> MemGraph:
         made = build_timed(each, machine, cyclic=cyclic, work=own, not_offloaded=not_offloaded)
@@ -332,14 +329,13 @@ def _plan_timed_alone(
         made = plan_frugally(each, machine, cyclic=cyclic, work=own, not_offloaded=not_offloaded)
         return replace(made, planner="timed")
 
-    for order in orders.passes[: 1 if len(graph.vertices) > _ORDERS_UP_TO else None] or (None,):
+    for order in orders[: 1 if len(graph.vertices) > _ORDERS_UP_TO else None] or (None,):
         plans.add(timed, graph, order)
-    for order in (*orders.passes[:1], None):
+    for order in (*orders[:1], None):
         if plans.best is None:
             plans.add(frugal, graph, order)
     if plans.best is not None:
-        _note_orders(graph, plans, applied)
-        return plans.best
+        return plans.best, _orders_of(graph, plans.best, plans.order)
     check_overwrites(graph)
     if not work.finds_needed:
         raise Infeasible(0)
@@ -350,7 +346,7 @@ def _plan_timed_alone(
         for plan in (build_timed, plan_frugally):
             with suppress(Infeasible):
                 made = plan(each, machine, cyclic=cyclic, work=SearchWork(), not_offloaded=not_offloaded)
-                return replace(made, planner="timed", vertices=_with_durations(made.vertices, graph))
+                return replace(made, planner="timed", vertices=_with_durations(made.vertices, graph)), ()
     if not work.names_needed:
         raise Infeasible(0)
     needed = []

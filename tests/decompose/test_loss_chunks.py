@@ -15,10 +15,10 @@ from disco_accel.measure.costs import Estimated
 from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.roofline import Speed
 from disco_accel.simulate.simulator import Link, Machine, simulate
-from disco_accel.step.compile import planned_step
+from disco_accel.step.compile import stages
 from disco_accel.step.compile.pipeline import PlannerSettings
-from disco_accel.step.compile.planned_step import Chunks, StepToPlan, StepWithPlan, plan_in_chunks
-from disco_accel.step.compile.several_devices import Sharing
+from disco_accel.step.compile.planned_step import plan_in_chunks
+from disco_accel.step.compile.stages import Chunks, PlanRequest, Sharing, StagedStep
 from disco_accel.verify.static import verify
 
 SPEED = Speed(name="one", half=2e13, single=2e13, memory=1e12, kernel=1e-6, machine=Machine())
@@ -32,15 +32,14 @@ def outlined() -> Outline:
 
 def planned(
     bandwidth: float, chunks: Chunks, budget: int, plan_seconds: float | None = None
-) -> tuple[StepWithPlan, float]:
+) -> tuple[StagedStep, float]:
     link = Link(bandwidth, 1e-6)
     machine = Machine(links={TO_DEVICE: link, TO_HOST: link})
     speed = replace(SPEED, machine=machine)
     settings = PlannerSettings("timed", machine=machine, plan_seconds=plan_seconds)
     whole = outlined()
-    facts = whole.facts(budget)
-    step = StepToPlan(whole.whole, Sharing(1), Estimated("cuda", speed), facts, settings, chunks, torch.device("cpu"))
-    made = plan_in_chunks(step)
+    given, source = whole.budget(budget), Estimated("cuda", speed)
+    made = plan_in_chunks(whole.whole, PlanRequest(Sharing(1), source, given, settings, chunks, torch.device("cpu")))
     verify(made.planned.graph, made.planned.plan)
     return made, simulate(made.planned.plan, machine).makespan
 
@@ -49,14 +48,14 @@ def test_the_loss_of_a_step_that_fits_runs_in_chunks_where_that_is_faster() -> N
     """In 56 MiB three logits leave a few weights room; behind a slow link these are loaded while nothing else is."""
     whole, seconds = planned(5e9, 1, 56 << 20)
     chunked, shorter = planned(5e9, "auto", 56 << 20)
-    assert whole.chunks is None and chunked.chunks is not None
-    assert chunked.chunks.kernels < 12 and chunked.chunks.most >= 2, "the MLPs are to stay whole"
+    assert whole.chunked is None and chunked.chunked is not None
+    assert chunked.chunked.kernels < 12 and chunked.chunked.most >= 2, "the MLPs are to stay whole"
     assert shorter < 0.85 * seconds
 
 
 def test_a_step_that_does_not_wait_for_the_link_stays_whole() -> None:
     made, _ = planned(1e12, "auto", 56 << 20)
-    assert made.chunks is None
+    assert made.chunked is None
 
 
 def test_chunks_of_the_loss_are_tried_only_where_they_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +64,6 @@ def test_chunks_of_the_loss_are_tried_only_where_they_may_help(monkeypatch: pyte
     def tried(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(planned_step, "in_chunks", tried)
-    assert planned(5e9, "auto", 1 << 30)[0].chunks is None
-    assert planned(5e9, "auto", 56 << 20, plan_seconds=0.0)[0].chunks is None
+    monkeypatch.setattr(stages, "in_chunks", tried)
+    assert planned(5e9, "auto", 1 << 30)[0].chunked is None
+    assert planned(5e9, "auto", 56 << 20, plan_seconds=0.0)[0].chunked is None

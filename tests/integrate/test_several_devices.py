@@ -17,9 +17,9 @@ from disco_accel.graph.copies import is_transfer
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.step.compile.compiled_step import shared_weights
-from disco_accel.step.compile.conductor import NotFaster
 from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.run.session import current_step, find_state
+from disco_accel.step.run.shared_batches import _faster_than, _NotFaster
 from tests.integrate.generators import assert_same, assert_same_step, gradients
 from tests.support.models import TEN_FAMILIES, family_full, family_lora, random_batch
 
@@ -259,14 +259,14 @@ def test_auto_tries_tensor_where_the_others_have_no_plan(monkeypatch: pytest.Mon
     assert state is not None
     made = state.compiler.compiled
 
-    def compiled(model: torch.nn.Module, fitted: FittedBatch, *rest: Any, below: float = 0.0, **more: Any) -> Any:
+    def compiled(model: torch.nn.Module, fitted: FittedBatch, *rest: Any, **more: Any) -> Any:
         if fitted.parallel != "tensor":
             raise BudgetTooSmall(2, 1, "memory_budget", "")
-        return made(model, fitted, *rest, below=below, **more)
+        return made(model, fitted, *rest, **more)
 
     fitted = FittedBatch(random_batch(batch=1, length=32))
-    with pytest.raises(NotFaster):
-        made(planned, dataclasses.replace(fitted, parallel="tensor"), ("loss",), below=0.0)
+    with pytest.raises(_NotFaster):
+        made(planned, dataclasses.replace(fitted, parallel="tensor"), ("loss",), check=_faster_than(0.0))
     assert not state.memory.plans and state.loader.shards is not None and not state.loader.shards._copies
     monkeypatch.setattr(state.compiler, "compiled", compiled)
     assert state.calls.batches.fit(planned, fitted).parallel == "tensor" and state.loader.shards._copies

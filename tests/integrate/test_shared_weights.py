@@ -129,7 +129,7 @@ def run_as(
 def test_sums_in_slices_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for what is large: each device adds up a slice, and sends it to the others."""
     whole = run(prepare(model_for(4), tensor(4)), random_batch())
-    monkeypatch.setattr("disco_accel.step.compile.several_devices.on_ranks", functools.partial(on_ranks, in_slices=64))
+    monkeypatch.setattr("disco_accel.step.compile.stages.on_ranks", functools.partial(on_ranks, in_slices=64))
     planned = prepare(model_for(4), tensor(4))
     for _ in range(2):
         assert_same(run(planned, random_batch()), whole)

@@ -73,7 +73,7 @@ STAGES: dict[str, tuple[object, str]] = {
     "tracing": (capture, "record_ops"),
     "lowering": (capture, "used_inputs"),
     "measuring": (record, "_measure"),
-    "planning": (pipeline, "make_plan"),
+    "planning": (pipeline, "decide"),
     "verifying": (pipeline, "verify"),
     "host copies": (compiled_step, "bytes_of"),
     "the arena": (plan_loader, "device_arena"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +14,6 @@ from disco_accel.capture.step import capture_step
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.copies import swaps_out
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.passes import AppliedPass
 from disco_accel.graph.spaces import TO_DEVICE, TO_HOST, Space
 from disco_accel.graph.taskgraph import TaskGraph, with_memory
 from disco_accel.graph.value_numbering import clones, graph_of_plan, kept, left_out
@@ -40,23 +38,13 @@ def packed_step(*, checkpointed: bool = True) -> TaskGraph:
     return with_estimates(graph, SPEED)
 
 
-def made(
-    graph: TaskGraph, work: SearchWork, applied: list[AppliedPass] | None, not_offloaded: Collection[int] = ()
-) -> MemGraph:
-    return make_plan(
-        graph,
-        planner="timed",
-        cyclic=True,
-        machine=MACHINE,
-        work=work,
-        applied=applied,
-        not_offloaded=not_offloaded,
-    )
+def made(graph: TaskGraph, work: SearchWork) -> MemGraph:
+    return make_plan(graph, planner="timed", cyclic=True, machine=MACHINE, work=work)
 
 
 def needed(graph: TaskGraph) -> int:
     with pytest.raises(BudgetTooSmall) as error:
-        made(with_memory(graph, lambda _: 256), SearchWork(), None)
+        made(with_memory(graph, lambda _: 256), SearchWork())
     return error.value.needed
 
 
@@ -70,10 +58,10 @@ def test_more_memory_keeps_more_and_is_never_slower() -> None:
     least, found = needed(graph), clones(graph)
     steps, counts = [], []
     for memory in (least, int(1.6 * least), 2 * least, 4 * least, 100 * least):
-        sized, applied = replace(graph, spaces=(Space(0, memory // 256 * 256),)), list[AppliedPass]()
+        sized = replace(graph, spaces=(Space(0, memory // 256 * 256),))
         alone, together = SearchWork(), SearchWork()
-        without_choice = made(sized, alone, None)
-        plan = decide(sized, made, MACHINE, together, applied)
+        without_choice = made(sized, alone)
+        plan, passes = decide(sized, MACHINE, together)
         assert together.spent <= 6 * alone.spent, memory
         planned = graph_of_plan(sized, plan.vertices)
         assert planned is not None
@@ -83,8 +71,8 @@ def test_more_memory_keeps_more_and_is_never_slower() -> None:
         counts.append(len(out))
         assert steps[-1] <= simulate(without_choice, MACHINE).makespan
         assert not any(swaps_out(v) and v.inputs[0][0] in kept(out) for v in plan.vertices)
-        (row,) = [each for each in applied if each.name == "keep dequantised"]
-        assert row.changed.get("removed", 0) == len(sized.vertices) - len(planned.vertices)
+        (keep,) = [each for each in passes if each.name == "keep dequantised"]
+        assert keep.run(sized) == planned
     assert all(after <= 13 / 12 * before for before, after in pairwise(steps)), steps
     assert counts[-1] == len(found) > counts[1] > 0 == counts[0] and steps[-1] < 0.9 * steps[0], (counts, steps)
 
@@ -92,7 +80,7 @@ def test_more_memory_keeps_more_and_is_never_slower() -> None:
 def test_a_memory_that_is_too_small_says_what_would_do() -> None:
     graph = packed_step()
     with pytest.raises(BudgetTooSmall) as error:
-        decide(with_memory(graph, lambda _: 4096), made, MACHINE, SearchWork(), [])
+        decide(with_memory(graph, lambda _: 4096), MACHINE, SearchWork())
     assert error.value.needed == needed(graph)
 
 
@@ -100,32 +88,18 @@ def test_the_planner_that_was_asked_for_makes_the_plan() -> None:
     """Drafts are the timed planner's, so that another one plans the chosen graph from scratch."""
     graph = with_memory(packed_step(), lambda _: 1 << 30)
 
-    def built(
-        graph: TaskGraph, work: SearchWork, applied: list[AppliedPass], not_offloaded: Collection[int] = ()
-    ) -> MemGraph:
-        del not_offloaded
-        return make_plan(graph, planner="build", cyclic=True, machine=MACHINE, work=work, applied=applied)
-
-    plan = decide(graph, built, MACHINE, SearchWork(), [], planner="build")
+    plan, _ = decide(graph, MACHINE, SearchWork(), planner="build")
     planned = graph_of_plan(graph, plan.vertices)
     assert planned is not None and plan.planner == "build" and len(planned.vertices) < len(graph.vertices)
     verify(planned, plan)
 
 
 def test_a_graph_without_clones_is_planned_as_it_is() -> None:
-    graph = replace(packed_step(), ops={})
-    asked = []
-
-    def noted(graph: TaskGraph, work: SearchWork, applied: list[AppliedPass], pinned: Collection[int]) -> MemGraph:
-        asked.append((graph, work, applied, pinned))
-        return made(graph, work, applied)
-
-    work, applied = SearchWork(), list[AppliedPass]()
-    sized = with_memory(graph, lambda _: 1 << 30)
-    decide(sized, noted, MACHINE, work, applied)
-    ((got, *rest),) = asked
-    assert got is sized and rest == [work, applied, ()]
-    assert "keep dequantised" not in [each.name for each in applied]
+    graph, work = with_memory(replace(packed_step(), ops={}), lambda _: 1 << 30), SearchWork()
+    plan, passes = decide(graph, MACHINE, work)
+    alone = SearchWork()
+    assert plan == made(graph, alone) and work.spent == alone.spent
+    assert "keep dequantised" not in [each.name for each in passes]
 
 
 def test_searches_share_the_work_of_one() -> None:
@@ -143,7 +117,7 @@ def test_searches_share_the_work_of_one() -> None:
 def test_a_stored_plan_says_which_clones_it_does_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is loaded as the plan of the graph without them; one that lacks anything else is not used."""
     graph = with_memory(packed_step(), lambda _: 1 << 30)
-    plan = decide(graph, made, MACHINE, SearchWork(), [])
+    plan, _ = decide(graph, MACHINE, SearchWork())
     assert len(plan.vertices) < len(graph.vertices)
     key = plan_fingerprint(
         graph, planner="timed", policy="auto", cyclic=True, machine=MACHINE, environment={"torch": torch.__version__}
@@ -153,6 +127,6 @@ def test_a_stored_plan_says_which_clones_it_does_without(tmp_path: Path, caplog:
     assert cache.load(key, graph, cyclic=True) == plan
     last = graph.vertices[-1]
     assert last.keep
-    cache.store(key, made(replace(graph, vertices=graph.vertices[:-1]), SearchWork(), None))
+    cache.store(key, made(replace(graph, vertices=graph.vertices[:-1]), SearchWork()))
     assert cache.load(key, graph, cyclic=True) is None
     assert f"vertex {last.id} ({last.op}) of the task graph is missing from the plan" in caplog.text

@@ -12,15 +12,13 @@ import pytest
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.order import serial_order
-from disco_accel.graph.passes import AppliedPass
+from disco_accel.graph.passes import run_passes
 from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN
 from disco_accel.graph.values import overwrites
 from disco_accel.plan import make_plan
-from disco_accel.plan.common.order_choices import OrderChoices
 from disco_accel.plan.common.serial_orders import (
-    LOW_PEAK_ORDER,
     hoist,
     live_peak,
     lower_order,
@@ -29,7 +27,7 @@ from disco_accel.plan.common.serial_orders import (
     unlimited_run,
 )
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.select import inputs_by_use
+from disco_accel.plan.select import planned_with
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.verify.static import verify
@@ -134,20 +132,14 @@ def test_the_passes_that_a_planner_names_give_its_plan_s_order() -> None:
     for seed in range(60):
         rng = random.Random(seed)
         graph = random_taskgraph(rng, Shape(vertices=30))
-        graph, applied = with_working_sets(graph, rng.choice((1.2, 1.5, 2.0))), list[AppliedPass]()
+        graph = with_working_sets(graph, rng.choice((1.2, 1.5, 2.0)))
         with suppress(BudgetTooSmall):
-            plan = make_plan(graph, planner="timed", cyclic=True, applied=applied)
-            names = tuple(each.name for each in applied)
-            again = inputs_by_use(graph)
-            starts = {order.name: order for order in OrderChoices.of(again, Machine()).passes}
-            for name in names:
-                again = starts[name].run(again) if name in starts else again
-            if "low-peak order" in names:
-                again = LOW_PEAK_ORDER.run(again)
+            plan, passes = planned_with(graph, (), planner="timed", cyclic=True)
+            again = run_passes(graph, passes)
             own = {vertex.id for vertex in graph.vertices}
             order = [vertex.id for vertex in plan.vertices if vertex.id in own]
             assert order == [vertex.id for vertex in serial_order(again)]
-            orders[names[1:]] += 1
+            orders[tuple(each.name for each in passes[1:])] += 1
     assert {(), ("start order",), ("justified order",), ("low-peak order",)} <= orders.keys(), (
         f"not every order has been met: {orders}"
     )

@@ -13,7 +13,7 @@ from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound.lane_bound import lane_bound
 from disco_accel.plan.bound.lower_bound import bound_of
-from disco_accel.plan.common.order_choices import OrderChoices
+from disco_accel.plan.candidates import order_choices
 from disco_accel.plan.common.streamed_run import streamed_starts
 from disco_accel.plan.summary import swapped_bytes
 from disco_accel.simulate.simulator import Machine, simulate
@@ -85,16 +85,16 @@ def test_weights_that_fit_need_no_order_of_their_own() -> None:
 def test_orders_are_named_and_keep_the_gate() -> None:
     shape = PipelineShape(2, 4)
     graph = pipeline_graph(shape, memory(shape, 0.5))
-    orders = OrderChoices.of(graph, Machine())
-    assert [each.name for each in orders.passes] == ["start order", "streamed order"]
-    assert orders.fastest == pytest.approx(shape.ideal, rel=1e-3)
+    orders, fastest = order_choices(graph, Machine())
+    assert [each.name for each in orders] == ["start order", "streamed order"]
+    assert fastest == pytest.approx(shape.ideal, rel=1e-3)
     behind = [v.id for v in serial_order(graph) if v.op == "backward"]
-    for order in orders.passes:
+    for order in orders:
         ordered = [vertex.id for vertex in serial_order(order.run(graph))]
         loss = next(v.id for v in graph.vertices if v.out)
         assert all(ordered.index(each) > ordered.index(loss) for each in behind)
     one = pipeline_graph(replace(shape, stages=1), memory(shape, 0.5))
-    assert OrderChoices.of(one, Machine()).passes == ()
+    assert order_choices(one, Machine())[0] == ()
 
 
 @pytest.mark.parametrize(("chunks", "limit"), [(1, 1.001), (4, 1.05)])

@@ -20,6 +20,7 @@ from disco_accel.plan.buildmemgraph import builder
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.sim_malloc import Repairs
 from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.select import plan_build
 from disco_accel.simulate.simulator import Machine
 from disco_accel.verify.static import verify
@@ -77,10 +78,10 @@ def test_lookahead_is_shortened_before_giving_up() -> None:
         rng = random.Random(seed)
         graph = with_working_sets(random_taskgraph(rng, Shape(devices=1)), rng.choice((1.0, 1.1, 1.2)))
         try:
-            plan_build(graph, belady, False, None, machine, Repairs(shorten_lookahead=False))
+            plan_build(graph, belady, False, None, machine, SearchWork(), repairs=Repairs(shorten_lookahead=False))
         except Infeasible:
             try:
-                plan = plan_build(graph, belady, False, None, machine)
+                plan, _ = plan_build(graph, belady, False, None, machine, SearchWork())
             except BudgetTooSmall:
                 continue
             verify(graph, plan)
@@ -96,9 +97,9 @@ def test_without_the_last_repair_the_needed_budget_is_not_known() -> None:
     )
     graph = TaskGraph("big", (Space(0, 1024),), vertices)
     with pytest.raises(Infeasible):
-        plan_build(graph, belady, False, None, Machine(), Repairs(shorten_lookahead=False))
+        plan_build(graph, belady, False, None, Machine(), SearchWork(), repairs=Repairs(shorten_lookahead=False))
     with pytest.raises(BudgetTooSmall) as error:
-        plan_build(graph, belady, False, None, Machine())
+        plan_build(graph, belady, False, None, Machine(), SearchWork())
     assert (error.value.needed, error.value.given) == (4096, 1024)
 
 
@@ -118,7 +119,7 @@ def test_inputs_make_place_for_one_that_has_to_come_back() -> None:
     last = kernel(7, (0, 2, 4), 1)
     graph = TaskGraph("split", (Space(0, 8 * unit, unit),), (weight, *made, kernel(6, (1, 3, 5), 0), last))
     for policy in sorted(POLICIES):
-        plan = plan_build(graph, POLICIES[policy], False, None, Machine())
+        plan, _ = plan_build(graph, POLICIES[policy], False, None, Machine(), SearchWork())
         verify(graph, plan)
         assert sum(swaps_out(vertex) for vertex in plan.vertices) == 2
 

@@ -41,10 +41,11 @@ def test_the_outline_of_every_family_needs_what_its_run_needs(family: str, kind:
     with torch.device("meta"):
         meta = family_lora(family, **keys)
     outline = Outline(capture_step(meta, batch, contexts=hf_contexts(meta, batch)), meta, batch)
-    step = with_costs(outline.captured.graph, Estimated("cpu"))
-    assert step.costs.without_scratch == 0 and step.costs.note == ""
+    step, costs = with_costs(outline.captured, Estimated("cpu"))
+    assert costs.without_scratch == 0 and costs.note == ""
     with pytest.raises(BudgetTooSmall) as planned:
-        plan_step(step, outline.facts(4096), PlannerSettings("build"))
+        budget = outline.budget(4096).split(costs.workspaces, in_blocks=costs.in_blocks)
+        plan_step(step, budget, PlannerSettings("build"))
     config = DiscoConfig(memory_budget=4096, device="cpu", planner="build", plan_cache=None)
     with pytest.raises(BudgetTooSmall) as run:
         prepare(family_lora(family, **keys), config)(**batch)

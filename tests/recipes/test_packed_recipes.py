@@ -55,9 +55,9 @@ def test_odd_counts_round_up() -> None:
 
 
 def budgeted(outlined: Outline, total: int, planner: str = "timed") -> Any:
-    return plan_step(
-        with_costs(outlined.captured.graph, Estimated("cuda")), outlined.facts(total), PlannerSettings(planner)
-    )
+    step, costs = with_costs(outlined.captured, Estimated("cuda"))
+    budget = outlined.budget(total).split(costs.workspaces, in_blocks=costs.in_blocks)
+    return plan_step(step, budget, PlannerSettings(planner))
 
 
 @pytest.mark.parametrize("form", [f for f in FORMS if not f.value.startswith("fp4")])

@@ -17,10 +17,9 @@ from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.plan.search_work import SearchWork
 from disco_accel.simulate.simulator import simulate
+from disco_accel.step.compile.budget_parts import Budget, require_host_memory
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.memory_parts import require_host_memory
-from disco_accel.step.compile.pipeline import replan
-from disco_accel.step.compile.plan_recipe import PlanRecipe
+from disco_accel.step.compile.pipeline import PlannedStep, plan_step, replan
 from disco_accel.step.gradients.accumulating_step import AccumulatingStep
 from disco_accel.step.update.updated_step import StepWithUpdate, home_by_gate
 
@@ -64,8 +63,6 @@ class PlanSet:
 
     def __init__(self, first: CompiledStep, host_memory: int) -> None:
         """``first``: the plan that was made at capture. ``host_memory``: bytes that training may take on the host."""
-        assert first.recipe is not None
-        self.recipe: PlanRecipe = first.recipe
         self.outside = first.budget.outside
         """Bytes that the step has on the device outside of its arena."""
         self.beside: tuple[tuple[int, int], int] | None = None
@@ -100,7 +97,7 @@ class PlanSet:
 
     def add(self, plain: CompiledStep) -> Member:
         """Keep ``plain``, unless one for the same budget is as fast; returns the one that is kept."""
-        took = simulate(plain.plan, self.recipe.settings.machine or Machine()).makespan
+        took = simulate(plain.plan, self._first.settings.machine or Machine()).makespan
         total = plain.budget.total
         with self._lock:
             before = self._members.get(total)
@@ -138,7 +135,7 @@ class PlanSet:
         if self.minimum is not None and total < self.minimum:
             raise BudgetTooSmall(self.minimum, total, "memory_budget: the step")
         try:
-            planned = self.recipe.planned(total, seconds=seconds, elsewhere=elsewhere)
+            planned = self._planned(total, seconds=seconds, elsewhere=elsewhere)
         except BudgetTooSmall as error:
             self.minimum = error.needed
             raise
@@ -148,9 +145,8 @@ class PlanSet:
             first,
             graph=planned.graph,
             plan=planned.plan,
-            records=planned.costs.records,
             budget=planned.budget,
-            seconds=planned.seconds,
+            seconds={"record": first.seconds["record"], **planned.seconds},
             plan_cache=planned.cache_use,
             loaded=None,
             groups=(-1, -1),
@@ -170,7 +166,7 @@ class PlanSet:
         sample = self.kinds[kind]
         plain = member.plain
         arena = _arena(sample) - _arena(sample.plain) + _arena(plain)
-        plan = _planned(sample, arena, self.recipe, seconds, elsewhere)
+        plan = _planned_beside(sample, arena, seconds, elsewhere)
         if plan is None or plain.host_bytes(plan) > self._host_memory:
             return
         graph = arena_of(arena).run(sample.graph)
@@ -192,20 +188,35 @@ class PlanSet:
         """Find ``minimum`` and ``max_useful``, of at most ``most`` bytes, and plans for both. Searches for seconds."""
         if self.minimum is None:
             try:
-                self.recipe.planned(1, elsewhere=elsewhere)
+                self._planned(1, elsewhere=elsewhere)
             except BudgetTooSmall as error:
                 self.minimum = error.needed
         if self.minimum is not None and self.minimum not in self.settled:
             self.make(self.minimum, elsewhere=elsewhere)
-        graph = self.recipe.costed.graph
+        graph = self._first.captured.graph
         align = max(device.alignment for device in graph.devices)
         everything = sum(-(-size // align) * align for vertex in graph.vertices for size in vertex.sizes)
-        budget = self.recipe.budget(most)
-        plan = self.recipe.planned(min(most, budget.total_for(everything)), elsewhere=elsewhere).plan
+        budget = self.budget(most)
+        plan = self._planned(min(most, budget.total_for(everything)), elsewhere=elsewhere).plan
         used = max(arena_bytes(plan, device.id) for device in plan.devices if not device.is_host_device)
         self.max_useful = min(most, budget.total_for(used))
         if self.max_useful not in self.settled:
             self.make(self.max_useful, elsewhere=elsewhere)
+
+    def budget(self, total: int, others: int = 0) -> Budget:
+        """The parts of ``total`` bytes, with ``others`` as of ``Budget``."""
+        return self._first.budget.within(total, others)
+
+    def _planned(
+        self, total: int, *, seconds: float | None = None, elsewhere: PlanningProcess | None = None
+    ) -> PlannedStep:
+        """The verified plan within ``total`` bytes, by a search of at most ``seconds`` if they are given. It touches no
+        tensor, so that any thread may plan. Raises as ``plan_step``."""
+        settings = self._first.settings
+        if seconds is not None:
+            limit = settings.plan_seconds
+            settings = replace(settings, plan_seconds=seconds if limit is None else min(seconds, limit))
+        return plan_step(self._first.captured, self.budget(total), settings, elsewhere=elsewhere)
 
     def next_total(self) -> int | None:
         """The budget between ``minimum`` and ``max_useful`` whose plan tells most; None: none is worth making."""
@@ -240,12 +251,12 @@ def _arena(step: CompiledStep) -> int:
     return next(device.memory for device in step.graph.devices if not device.is_host_device)
 
 
-def _planned(
-    sample: MoreThanPlain, arena: int, recipe: PlanRecipe, seconds: float | None, elsewhere: PlanningProcess | None
+def _planned_beside(
+    sample: MoreThanPlain, arena: int, seconds: float | None, elsewhere: PlanningProcess | None
 ) -> MemGraph | None:
-    limit = recipe.settings.plan_seconds if seconds is None else seconds
+    settings = sample.settings if seconds is None else replace(sample.settings, plan_seconds=seconds)
     try:
-        work = SearchWork(limit, names_needed=False)
-        return replan(sample.graph, arena, replace(recipe.settings, plan_seconds=limit), recipe.store, work, elsewhere)
+        work = SearchWork(settings.plan_seconds, names_needed=False)
+        return replan(sample.graph, arena, settings, work, elsewhere)
     except (BudgetTooSmall, Infeasible):
         return None

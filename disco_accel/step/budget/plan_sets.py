@@ -33,7 +33,7 @@ class PlanSets:
         self.largest_outside = 0
         """Bytes outside the arena, of the step that has most there."""
         self._by_key: dict[Hashable, PlanSet] = {}
-        self._of_recipe: dict[int, tuple[Hashable, PlanSet]] = {}
+        self._of_captured: dict[int, tuple[Hashable, PlanSet]] = {}
         self._recent: deque[PlanSet] = deque(maxlen=RECENT_STEPS)
         self._noted: set[int] = set()
         self.maker = PlanMaker(_unless_gone(self, PlanSets.want))
@@ -46,7 +46,7 @@ class PlanSets:
         """``step`` is the first plan under ``key``, by which it is ``found_again``."""
         plan_set = PlanSet(step, self._host_memory)
         self.largest_outside = max(self.largest_outside, step.budget.outside)
-        self._of_recipe[id(step.recipe)] = key, plan_set
+        self._of_captured[id(step.captured)] = key, plan_set
         if found_again:
             self._by_key[key] = plan_set
             if self._grant.shared:
@@ -71,7 +71,7 @@ class PlanSets:
         again from its inputs. Raises BudgetTooSmall."""
         if not self._grant.moving or step.budget.total <= self._grant.total:
             return step
-        member = self._plan_of(*self._of_recipe[id(step.recipe)])
+        member = self._plan_of(*self._of_captured[id(step.captured)])
         if isinstance(step, AccumulatingStep):
             # Without a plan that adds, autograd does it.
             return next((each for each in member.more.values() if isinstance(each, AccumulatingStep)), member.plain)
@@ -88,7 +88,7 @@ class PlanSets:
         if not self._grant.moving or id(step) in self._noted or not isinstance(step, AccumulatingStep | StepWithUpdate):
             return
         self._noted.add(id(step))
-        _, plan_set = self._of_recipe[id(step.recipe)]
+        _, plan_set = self._of_captured[id(step.captured)]
         key = next(key for key, each in self._plans.items() if each is step)
         kind: Kind = (key[0], *key[2:])
         plan_set.kinds.setdefault(kind, step)
@@ -136,7 +136,7 @@ class PlanSets:
         """The budget of a plan whose arena any other step may use too, with all that it has outside."""
         key = self._grant.total, self.largest_outside
         if plan_set.beside is None or plan_set.beside[0] != key:
-            plan_set.beside = key, plan_set.recipe.budget(*key).total
+            plan_set.beside = key, plan_set.budget(*key).total
         return plan_set.beside[1]
 
     def _enter(self, key: Hashable, plan_set: PlanSet, member: Member) -> None:

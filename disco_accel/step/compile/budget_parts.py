@@ -1,14 +1,22 @@
-"""What a memory budget is made of: the arena is the budget less what lives on the device outside the plan."""
+"""What a memory budget is made of, and what a step needs on its device and in host memory, part by part.
+
+The arena is the budget less what lives on the device outside the plan. Refusals and forecasts name the parts.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource, ValueBinding
+from disco_accel.errors import ConfigError
+from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.values import host_copy_exists, outlives_step
+from disco_accel.sizes import format_size
+from disco_accel.step.optimizer_home import TrainedBytes
 
 _ROUNDING = 22 << 20
 """Bytes: blocks of up to 1 MiB share pieces of 2 MiB, those of up to 10 MiB pieces of 20 MiB, others are whole pieces
@@ -26,19 +34,35 @@ _ROUNDING_SHARE = 64
 class Budget:
     """All in bytes. ``total`` is what the user gave; the rest of ``total`` after the other parts is ``arena``.
 
-    ``optimizer`` is the state AdamW will hold: two tensors as large as each trainable parameter. ``workspaces`` are
-    those of the libraries that multiply matrices. ``outputs``: copies of logits that the user gets, and their gradient.
-    ``rounding``: memory that PyTorch's allocator takes from the driver beyond what is allocated.
+    ``adapters``: trained weights on the device. ``outputs``: copies of logits that the user gets, and their gradient.
+    ``others``: the most that another step with the same arena has on the device outside of it. The next are known once
+    kernels have costs: ``workspaces``, those of the libraries that multiply matrices, and ``rounding``, memory that
+    PyTorch's allocator takes from the driver beyond what is allocated. ``in_blocks``: memory comes from that allocator.
     """
 
     total: int
     adapters: int
-    gradients: int
-    optimizer: int
     batch: int
-    workspaces: int = 0
     outputs: int = 0
+    others: int = 0
+    workspaces: int = 0
     rounding: int = 0
+    in_blocks: bool = False
+
+    @classmethod
+    def of(cls, total: int, trained: Iterable[torch.Tensor], batch: Iterable[torch.Tensor], outputs: int = 0) -> Budget:
+        """A budget for a step that has ``trained`` parameters and ``batch`` on the device."""
+        return cls(total, _storage_bytes(trained), _storage_bytes(batch), outputs)
+
+    @property
+    def gradients(self) -> int:
+        """One for each trained parameter."""
+        return self.adapters
+
+    @property
+    def optimizer(self) -> int:
+        """The state AdamW will hold: two tensors as large as each trained parameter."""
+        return 2 * self.adapters
 
     @property
     def outside(self) -> int:
@@ -49,14 +73,34 @@ class Budget:
     def _used(self) -> int:
         return self.adapters + self.gradients + self.optimizer + self.batch + self.workspaces + self.outputs
 
+    @property
+    def arena(self) -> int:
+        return self.total - self.outside
+
     def total_for(self, arena: int) -> int:
         """The smallest whole budget that leaves ``arena`` bytes."""
         used = self._used + arena
         return used + min(_ROUNDING, -(-(used - self.workspaces) // (_ROUNDING_SHARE - 1))) if self.rounding else used
 
-    @property
-    def arena(self) -> int:
-        return self.total - self.outside
+    def split(self, workspaces: int = 0, *, in_blocks: bool = False) -> Budget:
+        """The parts of ``total``, or of less where the arena is one that ``others`` leave too."""
+        whole = self._parts(self.total, workspaces, in_blocks)
+        if self.others <= whole.outside:
+            return whole
+        granule = max(1, self.total // _SLACK)
+        arena = self.total - -(-self.others // granule) * granule
+        # Of a smaller budget less is set aside for rounding.
+        more = max(0, self._parts(whole.outside + arena, workspaces, in_blocks).arena - arena)
+        return self._parts(min(self.total, whole.outside + arena - more), workspaces, in_blocks)
+
+    def within(self, total: int, others: int = 0) -> Budget:
+        """The parts of another ``total`` for the same step, beside ``others``."""
+        return replace(self, total=total, others=others).split(self.workspaces, in_blocks=self.in_blocks)
+
+    def _parts(self, total: int, workspaces: int, in_blocks: bool) -> Budget:
+        # Workspaces are whole pieces.
+        rounding = min(_ROUNDING, -(-max(0, total - workspaces) // _ROUNDING_SHARE)) if in_blocks else 0
+        return replace(self, total=total, workspaces=workspaces, rounding=rounding, in_blocks=in_blocks)
 
     def as_dict(self) -> dict[str, int]:
         return {
@@ -77,57 +121,6 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({(s := t.untyped_storage())._cdata: s.nbytes() for t in tensors}.values())
 
 
-@dataclass(frozen=True, slots=True)
-class BudgetBytes:
-    """What a budget of ``total`` bytes is for, besides the arena, in bytes: trained weights on the device, the batch,
-    and ``outputs``. ``others``: the most that another step with the same arena has on the device outside of it."""
-
-    total: int
-    adapters: int
-    batch: int
-    outputs: int = 0
-    others: int = 0
-
-    def split(self, workspaces: int = 0, *, in_blocks: bool = False) -> Budget:
-        """As ``BudgetFacts.split``."""
-        whole = self._of(self.total, workspaces, in_blocks)
-        if self.others <= whole.outside:
-            return whole
-        granule = max(1, self.total // _SLACK)
-        arena = self.total - -(-self.others // granule) * granule
-        # Of a smaller budget less is set aside for rounding.
-        more = max(0, self._of(whole.outside + arena, workspaces, in_blocks).arena - arena)
-        return self._of(min(self.total, whole.outside + arena - more), workspaces, in_blocks)
-
-    def _of(self, total: int, workspaces: int, in_blocks: bool) -> Budget:
-        # Workspaces are whole pieces.
-        rounding = min(_ROUNDING, -(-max(0, total - workspaces) // _ROUNDING_SHARE)) if in_blocks else 0
-        adapters = self.adapters
-        return Budget(total, adapters, adapters, 2 * adapters, self.batch, workspaces, self.outputs, rounding)
-
-
-@dataclass(frozen=True)
-class BudgetFacts:
-    """What a budget of ``total`` bytes is for, besides the arena: ``trainable`` parameters, the ``batch``, and so many
-    bytes of ``outputs``; ``others`` as of ``BudgetBytes``."""
-
-    total: int
-    trainable: Sequence[torch.Tensor]
-    batch: Mapping[str, torch.Tensor]
-    outputs: int = 0
-    others: int = 0
-
-    def split(self, workspaces: int = 0, *, in_blocks: bool = False) -> Budget:
-        """The parts of ``total``, or of less where the arena is one that ``others`` leave too. ``in_blocks``: the
-        device's memory comes from PyTorch's caching allocator."""
-        return self.in_bytes().split(workspaces, in_blocks=in_blocks)
-
-    def in_bytes(self) -> BudgetBytes:
-        """The same without the tensors."""
-        trained, batch = _storage_bytes(self.trainable), _storage_bytes(self.batch.values())
-        return BudgetBytes(self.total, trained, batch, self.outputs, self.others)
-
-
 def leaving_bytes(captured: CapturedStep) -> dict[str, int]:
     """Name → bytes of the user's copy of each output, or of its memory outside the arena. A loss takes none."""
     outside = (b for b in captured.bindings if b.source is InputSource.OUTSIDE)
@@ -141,3 +134,81 @@ def outputs_bytes(captured: CapturedStep) -> int:
     """Bytes outside the arena: the user's copy of each output, and the gradient of those that are differentiated."""
     sizes = leaving_bytes(captured)
     return sum(sizes.values()) + sum(sizes[o.name] for o in captured.outputs[: captured.differentiated])
+
+
+def host_memory_parts(
+    graph: TaskGraph, offloaded: int | None = None, rounded: int = 0, copies: Collection[int] = (), packed: int = 0
+) -> dict[str, int]:
+    """Bytes of host memory by part: ``frozen`` and ``trained`` weights that a step of ``graph`` loads, ``gradients``
+    and ``moments`` of the trained ones, and ``offloaded`` values, if a plan says how many. ``rounded``: bytes of the
+    model's weights that have fp32 ``masters``. ``copies``: inputs whose bytes another input has too.
+    ``packed``: bytes of copies of columns of weights, if there are any."""
+    on_device = {device.id for device in graph.devices if not device.is_host_device}
+    weights = [v for v in graph.vertices if host_copy_exists(v) and v.space in on_device and v.id not in copies]
+    renewed = sum(v.sizes[0] for v in weights if not outlives_step(v))
+    trained = TrainedBytes(renewed, sum(v.sizes[0] for v in weights) - renewed, min(rounded, renewed))
+    parts = {"frozen": trained.frozen, "trained": trained.weights}
+    if trained.masters:
+        parts["masters"] = trained.masters
+    if packed:
+        parts["packed"] = packed
+    parts |= {"gradients": trained.gradients, "moments": trained.moments}
+    return parts if offloaded is None else parts | {"offloaded": offloaded}
+
+
+def what_it_needs(budget: Budget, arena: int, graph: TaskGraph, copies: Collection[int] = ()) -> str:
+    """The parts of the smallest budget, which leaves ``arena`` bytes to a plan of ``graph``, and of host memory where
+    weights are trained there. ``copies``: as for ``host_memory_parts``."""
+    total = budget.total_for(arena)
+    on_device = {
+        "the plan": arena,
+        "trained weights": budget.adapters,
+        "their gradients": budget.gradients,
+        "two moments": budget.optimizer,
+        "the batch": budget.batch,
+        "outputs": budget.outputs,
+        "workspaces": budget.workspaces,
+        "the allocator": total - arena - budget.outside + budget.rounding,
+    }
+    text = _listed(on_device)
+    host = host_memory_parts(graph, copies=copies)
+    if host["trained"]:
+        return f"{text}; host memory holds {_listed(_named(host))}, and offloaded values"
+    training = budget.adapters + budget.gradients + budget.optimizer
+    if 2 * training > total:
+        # As with optimizer: auto.
+        text += f"; optimizer: host keeps {format_size(training)} of these in host memory"
+    return text
+
+
+def require_host_memory(
+    limit: int, graph: TaskGraph, offloaded: int, rounded: int = 0, copies: Collection[int] = (), packed: int = 0
+) -> None:
+    """Raise ConfigError if a step of ``graph`` takes more than ``limit`` bytes of host memory, with what it takes.
+    ``rounded``, ``copies``, ``packed``: as for ``host_memory_parts``."""
+    parts = host_memory_parts(graph, offloaded, rounded, copies, packed)
+    needed = sum(parts.values())
+    if needed > limit:
+        raise ConfigError(
+            f"host_memory: {format_size(limit)} is too small, the step needs {format_size(needed)}: "
+            f"{_listed(_named(parts))}; raise it, or raise memory_budget so that less is offloaded"
+        )
+
+
+_NAMES = {
+    "frozen": "frozen weights",
+    "trained": "trained weights",
+    "masters": "their fp32 masters",
+    "gradients": "their gradients",
+    "moments": "two moments",
+    "offloaded": "offloaded values",
+    "packed": "copies of columns of weights that devices share",
+}
+
+
+def _named(parts: Mapping[str, int]) -> dict[str, int]:
+    return {_NAMES[part]: size for part, size in parts.items()}
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{format_size(size)} for {name}" for name, size in parts.items() if size)

@@ -24,29 +24,22 @@ from disco_accel.native.host_memory import bytes_of
 from disco_accel.plan.plan_cache import PlanCacheUse
 from disco_accel.plan.summary import link_bytes, staying_bytes
 from disco_accel.sizes import format_size
-from disco_accel.step.compile.budget_parts import Budget
-from disco_accel.step.compile.memory_parts import host_memory_parts
-from disco_accel.step.compile.plan_recipe import PlanRecipe
+from disco_accel.step.compile.budget_parts import Budget, host_memory_parts
+from disco_accel.step.compile.pipeline import PlannerSettings
 from disco_accel.step.optimizer_home import TrainedBytes
 from disco_accel.step.placement.gradient_memory import GradientMemory, GradientPlaces, LeavingGradient
 from disco_accel.step.placement.shard_memory import ShardMemory
 
-
-@dataclass(frozen=True, slots=True)
-class PlannedNorms:
-    """Norms of what leaves for ``.grad`` of the parameters ``names``, one behind the other in the kept value ``ref``,
-    laid out as ``spec``."""
-
-    names: tuple[str, ...]
-    ref: Ref
-    spec: TensorSpec
+PlannedNorms = tuple[tuple[str, ...], Ref, TensorSpec]
+"""Names of parameters, the kept value that holds the norms of their gradients one behind the other, and its layout."""
 
 
 @dataclass(eq=False)
 class CompiledStep:
     """A verified plan and what runs it. ``seconds`` holds the time each stage of making it took.
 
-    ``records`` and ``clean`` are what executors are made from, so that benchmarks can run the same plan otherwise.
+    ``records``, of all kernels of ``captured``, and ``clean`` are what executors are made from, so that benchmarks can
+    run the same plan otherwise. ``settings``: of its planner, for plans of the same step within other budgets.
     """
 
     captured: CapturedStep
@@ -56,6 +49,7 @@ class CompiledStep:
     clean: Mapping[int, torch.Tensor]
     budget: Budget
     engine: EngineOptions
+    settings: PlannerSettings
     seconds: dict[str, float] = field(default_factory=dict)
     plan_cache: PlanCacheUse = PlanCacheUse.OFF
     loaded: Executor | None = None
@@ -69,8 +63,6 @@ class CompiledStep:
     """Kernels that run in chunks: sums and products of parts may round otherwise than in one piece."""
     parameters: dict[str, torch.nn.Parameter] | None = None
     """The model's trainable parameters by name, looked up at the first run."""
-    recipe: PlanRecipe | None = None
-    """For plans of the same step within other budgets, which share it."""
 
     @property
     def executor(self) -> Executor:
@@ -155,8 +147,9 @@ class CompiledStep:
         """By name: norms of gradients that the last step has made, on the host."""
         if self.norms is None:
             return {}
-        values = self.executor.value(self.norms.ref, self.norms.spec).to("cpu", copy=True)
-        return dict(zip(self.norms.names, values.unbind(), strict=True))
+        names, ref, spec = self.norms
+        values = self.executor.value(ref, spec).to("cpu", copy=True)
+        return dict(zip(names, values.unbind(), strict=True))
 
     def settle(self) -> None:
         """Wait for the end of a forward whose outputs have left already; a step that waits at its gate stays there."""

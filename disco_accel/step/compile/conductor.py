@@ -17,6 +17,7 @@ from disco_accel.capture.step import Forward, capture_forward, capture_step
 from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import EngineOptions
+from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.spaces import BETWEEN_DEVICES, TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.traits import FOREIGN, Traits
@@ -24,34 +25,34 @@ from disco_accel.measure.costs import Measured
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.plan import Machine
 from disco_accel.plan.plan_cache import PlanCache
-from disco_accel.simulate.simulator import Link, simulate
+from disco_accel.simulate.simulator import Link
 from disco_accel.sizes import format_size
-from disco_accel.step.compile.budget_parts import BudgetFacts, leaving_bytes, outputs_bytes
+from disco_accel.step.compile.budget_parts import Budget, leaving_bytes, outputs_bytes, require_host_memory
 from disco_accel.step.compile.compiled_step import CompiledStep, host_bytes, shared_weights
 from disco_accel.step.compile.fitted_batch import FittedBatch
-from disco_accel.step.compile.memory_parts import require_host_memory
-from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings, PlanStore
-from disco_accel.step.compile.plan_recipe import PlanRecipe
-from disco_accel.step.compile.planned_step import Chunks, StepToPlan, plan_in_chunks
-from disco_accel.step.compile.several_devices import Sharing, whole_step
+from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings
+from disco_accel.step.compile.planned_step import plan_in_chunks
+from disco_accel.step.compile.stages import Chunks, PlanRequest, Sharing, whole_step
 from disco_accel.step.placement.shard_memory import ShardMemory, packed_bytes
 from disco_accel.version import __version__
 
 logger = logging.getLogger("disco_accel")
+
+PlanCheck = Callable[[MemGraph, Machine], None]
+"""Gets a plan before memory is taken for it, and the machine that plans are compared on; it may raise."""
 
 
 @dataclass(frozen=True)
 class CompileOptions:
     """How a step is planned and run; ``memory`` is the whole device budget, ``host_memory`` the host's, in bytes.
 
-    ``others``: as of ``BudgetBytes``; a step that does not fit beside them gets an arena of its own.
+    ``others``: as of ``Budget``; a step that does not fit beside them gets an arena of its own.
     ``plan_seconds``: time for the search, None = as much work as the graph is worth. ``plan_cache``: folder for plans
     of earlier runs; None = always plan. ``say``: told of each stage as it begins.
     ``captured`` is called when the trace is over. ``trained``: as in ``capture_step``. ``gather`` puts host tensors
     that a step loads, and that no attribute holds, where it loads them from fast. ``devices`` share the step, each
     with ``memory``. ``shards``: name of a weight → the dimension that is cut, if each device gets a part of it;
-    ``shard_memory`` has these parts. ``chunks``: as in ``StepToPlan``. ``below``: seconds of a step in simulated time
-    that a plan must be faster than.
+    ``shard_memory`` has these parts. ``chunks``: as in ``PlanRequest``. ``check``: of the plan.
     """
 
     memory: int
@@ -70,16 +71,8 @@ class CompileOptions:
     shards: Mapping[str, int] | None = None
     shard_memory: ShardMemory | None = None
     chunks: Chunks = 1
-    below: float = float("inf")
+    check: PlanCheck = lambda *_: None
     others: int = 0
-
-
-class NotFaster(Exception):
-    """A step has a plan, which nobody wants: it takes ``seconds`` in simulated time."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(seconds)
-        self.seconds = seconds
 
 
 def compile_step(
@@ -100,7 +93,6 @@ def compile_step(
     Raises:
         CaptureError: an op or module cannot be captured.
         BudgetTooSmall: with ``needed`` and ``given`` as whole budgets, not arenas.
-        NotFaster: as ``options`` ask for.
     """
     began = time.perf_counter()
     device, sharing = run_device(options.engine.device), _sharing(options, fitted)
@@ -173,29 +165,25 @@ def _compile(
 ) -> CompiledStep:
     """The rest of ``compile_step``; ``outputs``: bytes outside the arena for what leaves it."""
     seconds = {"capture": time.perf_counter() - began}
-    engine, machine = options.engine, machine_of(options.engine)
-    costs = Measured(engine.device, engine.compute_threads, engine.compute_streams)
+    engine, device = options.engine, run_device(options.engine.device)
+    source = Measured(engine.device, engine.compute_threads, engine.compute_streams)
     trainable = [p for p in model.parameters() if p.requires_grad]
     # The host's optimizer has them, their gradients and its state there.
     on_device = [] if options.trained.host_has_it else trainable
     # Chunks round otherwise: whether there are any must not hang by the steps before.
     others = options.others if options.chunks == 1 else 0
-    facts = BudgetFacts(options.memory, on_device, batch, outputs, others)
-    settings = PlannerSettings(options.planner, options.policy, machine, options.plan_seconds)
-    store, device = plan_store(options.plan_cache, engine), run_device(engine.device)
-    peers = options.devices > 1 and _copies_straight(engine, options.devices)
-    to_plan = StepToPlan(
-        whole, sharing, costs, facts, settings, options.chunks, device, store=store, say=options.say, peers=peers
-    )
-    alone = replace(facts, others=0)
+    budget = replace(Budget.of(options.memory, on_device, batch.values(), outputs), others=others)
+    sharing = replace(sharing, peers=options.devices > 1 and _copies_straight(engine, options.devices))
+    asked = PlanRequest(sharing, source, budget, _settings(options), options.chunks, device, say=options.say)
     try:
-        made = plan_in_chunks(to_plan)
+        made = plan_in_chunks(whole, asked)
     except BudgetTooSmall:
-        if not facts.others:
+        if not others:
             raise
-        made = plan_in_chunks(replace(to_plan, facts=alone))
-    captured, planned = made.captured, made.planned
-    _tell(planned, options, machine or Machine())
+        made = plan_in_chunks(whole, replace(asked, budget=replace(budget, others=0)))
+    captured, planned, costs = made.captured, made.planned, made.costs
+    assert costs is not None
+    _tell(planned, options, asked.machine)
     options.gather(captured.constants.values())
     packed = _packed_bytes(model, captured, options)
     offloaded = planned.plan.host.memory
@@ -205,27 +193,24 @@ def _compile(
         captured,
         planned.graph,
         planned.plan,
-        planned.costs.records,
+        costs.records,
         clean,
         planned.budget,
         engine,
-        seconds | planned.seconds,
+        asked.settings,
+        seconds | {"record": made.seconds} | planned.seconds,
         planned.cache_use,
         shards=options.shard_memory,
-        chunked_kernels=0 if made.chunks is None else made.chunks.kernels,
-        recipe=PlanRecipe(made.costed, alone.in_bytes(), settings, store),
+        chunked_kernels=0 if made.chunked is None else made.chunked.kernels,
     )
 
 
 def _tell(planned: PlannedStep, options: CompileOptions, machine: Machine) -> None:
-    """Warnings about a plan that is made. Raises NotFaster."""
+    """Warnings about a plan that is made. Raises as ``options.check``."""
     used = len({vertex.space for vertex in planned.graph.vertices if vertex.kind is VertexKind.KERNEL})
     if used < options.devices:
         logger.warning("devices: %d of %d have kernels: the step has no more layers", used, options.devices)
-    if options.below < float("inf"):
-        took = simulate(planned.plan, machine).makespan
-        if took >= options.below:
-            raise NotFaster(took)
+    options.check(planned.plan, machine)
     for note in planned.notes:
         logger.warning("%s", note)
 
@@ -246,9 +231,12 @@ def _packed_bytes(model: torch.nn.Module, captured: CapturedStep, options: Compi
     return packed
 
 
-def plan_store(folder: str | None, engine: EngineOptions) -> PlanStore | None:
-    """Plans of earlier runs in ``folder``, of what runs as ``engine`` says; None without a folder."""
-    return None if folder is None else PlanStore(PlanCache(folder), _environment(engine))
+def _settings(options: CompileOptions) -> PlannerSettings:
+    machine = machine_of(options.engine)
+    if options.plan_cache is None:
+        return PlannerSettings(options.planner, options.policy, machine, options.plan_seconds)
+    cache, environment = PlanCache(options.plan_cache), _environment(options.engine)
+    return PlannerSettings(options.planner, options.policy, machine, options.plan_seconds, cache, environment)
 
 
 def _environment(engine: EngineOptions) -> dict[str, str]:

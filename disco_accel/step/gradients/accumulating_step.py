@@ -12,7 +12,7 @@ import torch
 
 from disco_accel.graph.taskgraph import Ref
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore, replan_if_it_fits
+from disco_accel.step.compile.pipeline import replan_if_it_fits
 from disco_accel.step.gradients.extended_graph import extended, leaving_specs
 from disco_accel.step.placement.gradient_memory import GradientMemory, GradientPlaces
 
@@ -77,12 +77,7 @@ def sums_so_far(step: CompiledStep, memory: GradientMemory) -> dict[str, torch.T
 
 
 def accumulating_step(
-    plain: CompiledStep,
-    norms: bool,
-    settings: PlannerSettings,
-    store: PlanStore | None,
-    host_memory: int,
-    say: Callable[[str], None],
+    plain: CompiledStep, norms: bool, host_memory: int, say: Callable[[str], None]
 ) -> AccumulatingStep | None:
     """The plan of ``plain`` that adds to gradients; None if the device, or ``host_memory``, has no room for it.
     ``norms``: of the sums, where there is room."""
@@ -91,10 +86,10 @@ def accumulating_step(
     more = extended(plain, accumulate=True, norms=norms)
     recorded = time.perf_counter()
     say(f"planning {len(more.graph.ops)} kernels, {len(more.old)} of them sums of gradients")
-    plan = replan_if_it_fits(more.graph, more.graph.devices[0].memory, settings, store)
+    plan = replan_if_it_fits(more.graph, more.graph.devices[0].memory, plain.settings)
     if plan is None or plain.host_bytes(plan) > host_memory:
         # Where norms have no room in the budget, sums may have.
-        return accumulating_step(plain, False, settings, store, host_memory, say) if norms else None
+        return accumulating_step(plain, False, host_memory, say) if norms else None
     own: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(CompiledStep)}
     own |= {
         "graph": more.graph,

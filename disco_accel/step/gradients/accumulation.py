@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore
 from disco_accel.step.gradients.accumulating_step import (
     AccumulatingStep,
     AloneInBackward,
@@ -60,9 +59,7 @@ class Accumulation:
         """The backward of ``forward`` runs."""
         self._waiting.discard(forward)
 
-    def step_for(
-        self, plain: CompiledStep, settings: PlannerSettings, store: PlanStore | None, making: Making, norms: bool
-    ) -> CompiledStep:
+    def step_for(self, plain: CompiledStep, making: Making, norms: bool) -> CompiledStep:
         """``plain``, or where its gradients have others in ``.grad`` to be added to, the step that does it. ``norms``:
         the plan shall make norms of the sums; one that does serves others too."""
         if not self._may_add(plain):
@@ -73,7 +70,7 @@ class Accumulation:
         key = ("accumulate", id(plain), norms)
         if step is None and key not in self._without:
             with making() as stage:
-                step = accumulating_step(plain, norms, settings, store, self._host_memory, stage)
+                step = accumulating_step(plain, norms, self._host_memory, stage)
             if step is None:
                 self._without.add(key)
                 self._say_once(

@@ -40,7 +40,7 @@ def extended(step: CompiledStep, *, accumulate: bool, norms: bool) -> ExtendedGr
     planned = None
     if normed is not None:
         graph, kernels = normed.graph, kernels | normed.kernels
-        planned = PlannedNorms(tuple(leaving[t][0] for t in normed.transfers), normed.value, normed.spec)
+        planned = tuple(leaving[t][0] for t in normed.transfers), normed.value, normed.spec
     if not kernels:
         return ExtendedGraph(step.graph, step.records)
     threads = {"compute_threads": step.engine.compute_threads, "host_threads": step.engine.host_threads}

@@ -20,9 +20,8 @@ from disco_accel.step.budget.moving_budget import MovingBudget
 from disco_accel.step.budget.plan_loader import PlanLoader
 from disco_accel.step.capture_lock import Gate
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.conductor import machine_of, plan_store
+from disco_accel.step.compile.conductor import PlanCheck
 from disco_accel.step.compile.fitted_batch import FittedBatch
-from disco_accel.step.compile.pipeline import PlannerSettings
 from disco_accel.step.gradients.accumulation import Accumulation
 from disco_accel.step.gradients.clipping_norms import norms_for_clipping
 from disco_accel.step.gradients.gradient_norms import GradientNorms
@@ -79,8 +78,8 @@ class Session:
             gates,
         )
 
-        def fastest(model: torch.nn.Module, fitted: FittedBatch, below: float) -> CompiledStep:
-            return compiler.compiled(model, fitted, ("loss",), below=below)
+        def fastest(model: torch.nn.Module, fitted: FittedBatch, check: PlanCheck) -> CompiledStep:
+            return compiler.compiled(model, fitted, ("loss",), check=check)
 
         updates = self.updates
         self.calls = ModelCalls(
@@ -107,20 +106,18 @@ class Session:
     def with_more(self, model: torch.nn.Module, step: CompiledStep) -> CompiledStep:
         """``step``, or where an update of the weights is put off, the step that begins with it; where gradients are
         there, the step that adds to them."""
-        config, norms = self.setup.config, self.gradients.norms
+        norms = self.gradients.norms
         with typed_out_of_memory("preparing the update"):
-            settings = PlannerSettings(config.planner, config.policy, machine_of(step.engine), config.deadline)
             what = "the same step with the update of its weights at its head"
-            store = plan_store(config.plan_cache, step.engine)
             making, wanted = functools.partial(self.reports.messages.making, what), norms.wanted
-            updated = self.updates.step_for(model, step, settings, store, making, wanted)
+            updated = self.updates.step_for(model, step, making, wanted)
             if updated is not step:
                 self.budgets.plan_sets.note_kind(updated)
                 return updated
             what = "the same step, which adds to the gradients in .grad"
             making = functools.partial(self.reports.messages.making, what)
             likely = wanted or (norms.possible and not self.updates.seen)
-            more = self.gradients.accumulation.step_for(step, settings, store, making, likely)
+            more = self.gradients.accumulation.step_for(step, making, likely)
             if more is not step:
                 self.budgets.plan_sets.note_kind(more)
             return more

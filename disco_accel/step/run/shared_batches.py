@@ -11,24 +11,33 @@ import torch
 
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
+from disco_accel.graph.memgraph import MemGraph
 from disco_accel.plan import Machine
 from disco_accel.simulate.simulator import simulate
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.conductor import NotFaster, machine_of
+from disco_accel.step.compile.conductor import PlanCheck
 from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.run.frontend import Frontend
 from disco_accel.step.state.step_key import StepKey, step_key
 
 logger = logging.getLogger("disco_accel")
 
-Compiled = Callable[[torch.nn.Module, FittedBatch, float], CompiledStep]
-"""The plan of a step that returns its loss; NotFaster where that takes no less than so many seconds, simulated."""
+Compiled = Callable[[torch.nn.Module, FittedBatch, PlanCheck], CompiledStep]
+"""The plan of a step that returns its loss."""
 
 _ROUNDING = {
     "layers": "",
     "batch": "; rounds as accumulation over the parts does",
     "tensor": "; sums over devices round otherwise than on one",
 }
+
+
+class _NotFaster(Exception):
+    """A plan takes ``seconds`` in simulated time, no less than another."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
 
 
 class SharedBatches:
@@ -97,8 +106,8 @@ class SharedBatches:
                 continue
             below = min(seconds.values(), default=float("inf")) if way.parallel == "tensor" else float("inf")
             try:
-                step = self._compiled(model, way, below)
-            except NotFaster as slower:
+                step = self._compiled(model, way, _faster_than(below))
+            except _NotFaster as slower:
                 seconds[way.parallel] = slower.seconds
             except (BudgetTooSmall, CaptureError) as error:
                 refusal = refusal or error
@@ -107,7 +116,7 @@ class SharedBatches:
                     raise
                 refusal = refusal or error
             else:
-                seconds[way.parallel] = simulate(step.plan, machine_of(step.engine) or Machine()).makespan
+                seconds[way.parallel] = simulate(step.plan, step.settings.machine or Machine()).makespan
         if not seconds:
             assert refusal is not None, "there is a way more than there are plans"
             raise refusal
@@ -115,3 +124,11 @@ class SharedBatches:
         took = ", ".join(f"{way} {each:.3g} s a step" for way, each in seconds.items())
         logger.info("parallel: auto: %s (in simulated time: %s)%s", chosen, took, _ROUNDING[chosen])
         return chosen
+
+
+def _faster_than(below: float) -> PlanCheck:
+    def check(plan: MemGraph, machine: Machine) -> None:
+        if below < float("inf") and (seconds := simulate(plan, machine).makespan) >= below:
+            raise _NotFaster(seconds)
+
+    return check

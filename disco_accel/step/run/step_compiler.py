@@ -24,11 +24,11 @@ from disco_accel.step.budget.engine_memory import EngineMemory, PlanKey
 from disco_accel.step.budget.moving_budget import MovingBudget
 from disco_accel.step.budget.plan_loader import PlanLoader
 from disco_accel.step.capture_lock import Gate, capturing
+from disco_accel.step.compile.budget_parts import require_host_memory
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.conductor import CompileOptions, compile_step
+from disco_accel.step.compile.conductor import CompileOptions, PlanCheck, compile_step
 from disco_accel.step.compile.device_check import require_self_check
 from disco_accel.step.compile.fitted_batch import FittedBatch
-from disco_accel.step.compile.memory_parts import require_host_memory
 from disco_accel.step.dynamo import compiled_note
 from disco_accel.step.placement.model_placement import Placement
 from disco_accel.step.placement.shard_memory import ShardMemory
@@ -72,11 +72,11 @@ class StepCompiler:
         outputs: Outputs,
         known_key: StepKey | None = None,
         differentiated: int = 1,
-        below: float = float("inf"),
+        check: PlanCheck = lambda *_: None,
     ) -> CompiledStep:
         """The plan for this batch, made on first sight of its key, which is ``known_key`` if that is known already.
 
-        Raises NotFaster for a new one that takes no less than ``below`` seconds in simulated time.
+        ``check``: as of ``CompileOptions``.
         """
         batch, cut = fitted.batch, fitted.length is not None and outputs != ("loss",)
         if outputs != ("loss",):
@@ -89,7 +89,7 @@ class StepCompiler:
                 model,
                 fitted,
                 forward=self._forward,
-                options=self.with_shards(model, replace(options, below=below), fitted.parallel),
+                options=self.with_shards(model, replace(options, check=check), fitted.parallel),
                 outputs=outputs,
                 differentiated=differentiated,
                 cut=cut,

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore
 from disco_accel.step.gradients.extended_graph import extended
 from disco_accel.step.update.deferral import Deferral
 from disco_accel.step.update.pending_update import PendingUpdate
@@ -69,8 +68,6 @@ class PlannedUpdates:
         self,
         model: torch.nn.Module,
         plain: CompiledStep,
-        settings: PlannerSettings,
-        store: PlanStore | None,
         making: Making,
         norms: bool = False,
     ) -> CompiledStep:
@@ -83,7 +80,7 @@ class PlannedUpdates:
         key = ("update", id(plain), pending.signature, norms)
         step = self._plans.get(key)
         if step is None and key not in self._without:
-            step = self._make(model, plain, pending, settings, store, making, norms)
+            step = self._make(model, plain, pending, making, norms)
             if step is None:
                 self._without.add(key)
             else:
@@ -100,8 +97,6 @@ class PlannedUpdates:
         model: torch.nn.Module,
         plain: CompiledStep,
         pending: PendingUpdate,
-        settings: PlannerSettings,
-        store: PlanStore | None,
         making: Making,
         norms: bool,
     ) -> StepWithUpdate | None:
@@ -116,9 +111,7 @@ class PlannedUpdates:
             # Where norms have no room in the budget, the update may have.
             for norms_too in (True, False) if norms else (False,):
                 more = extended(plain, accumulate=False, norms=norms_too)
-                made = step_with_update(
-                    model, plain, pending, settings, store, self._host_memory, stage, self._update_on, more
-                )
+                made = step_with_update(model, plain, pending, self._host_memory, stage, self._update_on, more)
                 if made is not None:
                     break
         if made is None:

@@ -19,7 +19,7 @@ from disco_accel.native.host_memory import bytes_of
 from disco_accel.plan import Machine
 from disco_accel.simulate.simulator import simulate
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore, replan_if_it_fits
+from disco_accel.step.compile.pipeline import replan_if_it_fits
 from disco_accel.step.gradients.extended_graph import ExtendedGraph
 from disco_accel.step.update.pending_update import Changed, PendingUpdate
 from disco_accel.step.update.update_choice import UpdateChoice
@@ -91,15 +91,13 @@ def step_with_update(
     model: torch.nn.Module,
     plain: CompiledStep,
     pending: PendingUpdate,
-    settings: PlannerSettings,
-    store: PlanStore | None,
     host_memory: int,
     say: Callable[[str], None],
     update_on: str = "host",
     more: ExtendedGraph | None = None,
 ) -> StepWithUpdate | None:
     """Return the plan of ``plain``, a step of ``model``, with ``pending`` at its head; None if the step does not load
-    all of its weights, or has too little memory for it. ``store``: of plans; ``host_memory``: bytes that
+    all of its weights, or has too little memory for it. ``host_memory``: bytes that
     training may take on the host; ``say`` hears of the stages. ``update_on``: as in the config. ``more``:
     the graph of ``plain`` with more in it, to be planned instead."""
     weights = _weights_of(model, plain, pending)
@@ -111,7 +109,7 @@ def step_with_update(
     updated = updates.placed()
     say(f"measuring {len(updated.kernels)} updates")
     updates.records(updated)
-    machine = settings.machine or Machine()
+    machine = plain.settings.machine or Machine()
     choices = updates.choices(update_on, machine)
     recorded = time.perf_counter()
     best: tuple[float, UpdatedStep, MemGraph] | None = None
@@ -119,7 +117,7 @@ def step_with_update(
         updated = updates.placed(chosen.on_device)
         graph = arena_of(chosen.arena).run(measurements(updates.records(updated)).run(updated.graph))
         say(f"planning {len(graph.ops)} kernels, {len(updated.kernels)} of them updates")
-        plan = replan_if_it_fits(graph, chosen.arena, settings, store)
+        plan = replan_if_it_fits(graph, chosen.arena, plain.settings)
         if plan is None or plain.host_bytes(plan) > host_memory:
             continue
         seconds = simulate(plan, machine).makespan if len(choices) > 1 else 0.0
