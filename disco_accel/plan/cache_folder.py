@@ -38,9 +38,8 @@ class Unusable(Exception):
 def own_folder(path: Path) -> Iterator[int]:
     """A handle of the folder ``path``, which is made if there is none.
 
-    One that is there already is used if it has the marker, or holds nothing but files named as the cache names them:
-    those of versions without a marker, or of a process that was killed before it set it. It is marked then. Raises
-    ForeignFolder for any other, and OSError.
+    A folder without the marker is used, and marked, if all its files have names that the cache gives: older versions
+    set no marker, nor did a process that was killed too early. Raises ForeignFolder for any other, and OSError.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -117,7 +116,7 @@ def read_private(path: Path, most: int) -> bytes | None:
 
 
 def _write_new(handle: int, name: str, data: bytes) -> None:
-    """Write a file that is not there yet, which only this user can read, whatever the umask says."""
+    """Write a new file, which only this user can read under any umask."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(name, flags, 0o600, dir_fd=handle), "wb") as stream:
         os.fchmod(stream.fileno(), 0o600)
@@ -127,7 +126,7 @@ def _write_new(handle: int, name: str, data: bytes) -> None:
 
 
 def remove_oldest(handle: int, most: int) -> None:
-    """Remove the oldest plans beyond ``most``, and what writers that were killed have left; nothing else."""
+    """Remove the oldest plans beyond ``most``, and files that killed writers have left; nothing else."""
     plans: list[tuple[float, str]] = []
     stale = []
     for entry in os.scandir(handle):

@@ -47,10 +47,10 @@ def ordered_duplicates(graph: TaskGraph, found: Sequence[Clone], machine: Machin
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """What a step needs at each position if it keeps first parts of a ``row``, by device.
+    """Bytes that a step needs at each position if it keeps first parts of a ``row``, by device.
 
-    ``needed``: bytes that cannot leave with all clones in the graph, and those that the vertex at the position reads;
-    ``gaps``: of each of the row, the positions between the last reader of what it is a clone of and its own."""
+    ``needed``: bytes that cannot leave with all clones in the graph, and those that the vertex at the position reads.
+    ``gaps``: for each clone of the row, the positions between the last reader of its original and its own."""
 
     row: Sequence[Clone]
     needed: Mapping[int, Profile]
@@ -77,7 +77,7 @@ class KeptBytes:
 def kept_bytes_of(
     graph: TaskGraph, row: Sequence[Clone], machine: Machine, min_gap_ratio: float | None
 ) -> KeptBytes | None:
-    """Return what steps of ``graph`` need that offload activations from ``min_gap_ratio`` on, which has no effect on
+    """Return the bytes of steps of ``graph`` that offload activations from ``min_gap_ratio`` on, which has no effect on
     the values of clones. None if the timed planner has no rule for the graph."""
     values = {clone.original for clone in row} | {clone.vertex for clone in row}
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Infeasible(Exception):
-    """No place can be made for what the vertex at ``position`` needs."""
+    """The vertex at ``position`` needs memory that no plan has for it."""
 
     def __init__(self, position: int) -> None:
         super().__init__(f"no place for the vertex at position {position}")

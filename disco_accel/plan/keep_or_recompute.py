@@ -3,9 +3,9 @@
 A dequantised weight is several times as large as the packed one, and made anew in microseconds to milliseconds; kept
 from its first maker to the readers of the next it takes memory in between. Clones are put in a row, short gaps first:
 those between recomputation and backward of one layer, then those between forward and backward, the last layer's first.
-Some first part of the row is left out of the graph. How long a part is searched for with drafts, among those that the
-bytes allow; the draft that promises most gets offsets, and only where it finds none, or no draft betters the graph with
-all clones, graphs are planned from scratch.
+Some first part of the row is left out of the graph. Its length is searched for with drafts, among those that the bytes
+allow. The most promising draft gets offsets. Only where it finds none, or no draft betters the graph with all clones,
+graphs are planned from scratch.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _FINEST = 32
 
 _RESERVES = (0.05, 0.12)
 """Shares of the memory that drafts leave free: values as large as dequantised weights leave gaps between them. The
-second is tried where drafts wait for the link with the first: which of the largest weights a step begins with hangs by
-a hair, and with less memory it may be fewer and hurt less."""
+second is tried where drafts wait for the link with the first: by a small difference a step may begin with too many of
+the largest weights."""
 
 _AS_PROMISED = 1.005
 """A plan that takes at most so many times the fastest draft needs no other one beside it."""
@@ -201,8 +201,8 @@ class _Choice:
 
     def _plan_from_scratch(self) -> None:
         """Plan the graph with all clones unless its kernels take longer than the best plan; and the fastest draft's,
-        where it promises more than there is. What has all clones gets the work of a graph that has none, so that
-        nothing is slower than it would be without any of this."""
+        where it promises more than there is. The graph with all clones gets the work of a graph that
+        has none, so that no step is slower for this choice."""
         spent = 0.0
         if self.best is None or self._compute() < self.makespan:
             own = SearchWork(part=self.work.part) if self.work.limit is None else self.work.shared(1.0, 0)

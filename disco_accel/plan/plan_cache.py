@@ -1,7 +1,7 @@
 """Plans on disk, so that a second run of the same training plans nothing.
 
 One file per fingerprint, which covers everything a plan is made from except measured durations: these differ from run
-to run, and a plan of the same graph is correct whatever they are. Each file is a MEMGRAPH with one more key. No file is
+to run, and a plan of the same graph is correct with any of them. Each file is a MEMGRAPH with one more key. No file is
 trusted: it is read strictly, every vertex of the task graph is taken from the caller's graph, and the static judge must
 accept the result. A file with a fault is ignored, and one line of the log names the fault.
 """
@@ -90,7 +90,7 @@ def plan_fingerprint(
 
 @functools.cache
 def _sources() -> str:
-    """A hash of the planners' sources: after a change to them all plans are made anew, whatever the version says."""
+    """A hash of the planners' sources: after a change to them all plans are made anew, also within one version."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[1]
     for part in _SOURCES:

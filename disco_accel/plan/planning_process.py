@@ -32,7 +32,7 @@ from disco_accel.simulate.machine import Link, Machine
 from disco_accel.threads import start_thread
 
 _LOWEST = 19
-"""What ``nice`` calls the lowest priority."""
+"""The lowest priority, as ``nice`` counts them."""
 
 _PROGRAM = "import sys; sys.path[:0] = sys.argv[1:]; from disco_accel.plan.planning_process import main; main()"
 
@@ -115,7 +115,7 @@ def _refusal(data: object) -> Exception:
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The process's side: what to say to ``request``."""
+    """The answer of the process to ``request``."""
     work = SearchWork(request["seconds"], names_needed=request["names_needed"])
     try:
         plan = make_plan(

@@ -1,4 +1,4 @@
-"""The refusal of a graph that does not fit: which of its devices are short, and what they need."""
+"""The refusal of a graph that does not fit: the devices that are short, and the bytes that they need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TRIED_UP_TO = 100_000
 def too_small(graph: TaskGraph, needed: int, fits: Callable[[TaskGraph], bool]) -> BudgetTooSmall:
     """Return the refusal of ``graph``, which has a plan once no device has less than ``needed`` bytes.
 
-    ``fits``: whether a graph has a plan. A device is short unless one is found in what it has, beside others with as
+    ``fits``: whether a graph has a plan. A device is short unless one is found in its own memory, beside others with as
     many bytes as are needed.
     """
     memory = {device.id: device.memory for device in graph.devices if not device.is_host_device}

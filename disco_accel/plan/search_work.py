@@ -1,4 +1,4 @@
-"""What a search for a plan may cost, and what it has cost.
+"""The work that a search for a plan may cost, and the work that it has cost.
 
 The planner's output is a function of its input alone, so its own limit counts work, not seconds: vertices drafted,
 offsets tried, vertices walked, each with the seconds that one takes on a usual core. Only a deadline that the user
@@ -47,7 +47,7 @@ def enough(vertices: int) -> float:
 class SearchWork:
     """``limit``: seconds on the clock that a search may take (None: as much work as ``enough`` says). ``spent``:
     seconds of work so far, counted; ``drafts``: how many were made; ``cut``: whether the user's deadline has ended
-    it, ``ended`` seconds after it began. ``part``: of what is enough for a graph, the share that this search has.
+    it, ``ended`` seconds after it began. ``part``: share of the work that is enough for a graph.
     ``finds_needed``: whether it may end with a search for the smallest memory, where the graph's is too small.
     ``names_needed``: whether it does where nothing else has found a plan; otherwise that is Infeasible at once."""
 
@@ -86,14 +86,14 @@ class SearchWork:
         return self.part * enough(vertices)
 
     def shared(self, share: float, vertices: int, *, finds_needed: bool = True) -> SearchWork:
-        """Return the work of one of several searches over a graph of so many vertices: ``share`` of what is left."""
+        """Return the work of one of several searches over a graph of so many vertices: ``share`` of the rest."""
         if self.limit is not None:
             return SearchWork(max(0.0, share * (self.limit - self.seconds)), finds_needed=finds_needed)
         left = max(0.0, self.part - self.spent / enough(vertices))
         return SearchWork(part=share * left, finds_needed=finds_needed)
 
     def take(self, other: SearchWork) -> None:
-        """Count what ``other``, one of this one's ``shared``, has cost."""
+        """Count the cost of ``other``, which is one of ``shared`` of this one."""
         self.spent += other.spent
         self.drafts += other.drafts
         if other.cut and not self.cut:

@@ -46,15 +46,15 @@ from disco_accel.simulate.simulator import Machine
 _SHORTER = (16, 0)
 
 _GOOD = 1.002
-"""A plan that takes at most so many times what its kernels take is not compared with another planner's."""
+"""A plan that takes at most so many times as long as its kernels is not compared with another planner's."""
 
 _NEAR = 1.02
-"""On several devices, where the timed planner takes far longer than BUILDMEMGRAPH, it is not asked to better what takes
-at most so many times what it takes with memory for everything."""
+"""On several devices the timed planner takes far longer than BUILDMEMGRAPH. It is not asked to better a step that takes
+at most so many times as long as one with memory for everything."""
 
 _SLACK = 0.3
-"""Share of the memory that look-ahead leaves free where devices work side by side: with it, what one of them writes
-seldom has to wait for another."""
+"""Share of the memory that look-ahead leaves free where devices work side by side: with it, outputs of one of them
+seldom wait for another."""
 
 _PATIENCE = 10.0
 """How often kernels could copy their outputs to the host and back where only the memory of a plan counts."""
@@ -88,12 +88,11 @@ def make_plan(
 ) -> MemGraph:
     """Return a plan of ``graph``.
 
-    ``memory``: bytes of every device's arena (None: what the graph's devices say). ``planner``: ``build``, the paper's,
-    or ``timed``, which plans in simulated time and leaves to ``build`` what it cannot plan. ``cyclic``: the plan is run
-    step after step. ``machine``: what candidates are compared on. ``work``: what the search may cost, and what it has
-    cost. For ``build`` alone: ``policy``, which values are evicted first (auto: belady; ``timed`` has the same
-    plan whatever it is), and ``lookahead``, vertices ahead of execution for which copies may be placed (None: as many
-    as fit).
+    ``memory``: bytes of every device's arena (None: those of the graph's devices). ``planner``: ``build``, the paper's,
+    or ``timed``, which plans in simulated time, or with ``build`` if that fails. ``cyclic``: the plan is run step
+    after step. ``machine``: the one that candidates are compared on. ``work``: the limits of the search, and its cost.
+    ``policy``, for ``build`` alone: the order of evictions (auto: belady). ``lookahead``, for ``build`` alone: vertices
+    ahead of execution for which copies may be placed (None: as many as fit).
     Raises ConfigError for unknown names, GraphFileError for a graph that makes no sense, BudgetTooSmall; in its place
     Infeasible, where ``work`` has no search for the memory that is needed, or does not name it.
     """
@@ -251,8 +250,8 @@ def plan_timed(
     """Plan in simulated time; where that finds no plan or a slower one, with BUILDMEMGRAPH. Raises BudgetTooSmall.
 
     A memory is too small if it is for BUILDMEMGRAPH, which can tell in a fraction of the time, and which always ends.
-    ``policy`` has no effect, there neither: what a user is told of it holds for every graph. BUILDMEMGRAPH, which
-    offloads what it likes, is not asked where some outputs are ``not_offloaded``.
+    ``policy`` has no effect, there neither, as users are told. BUILDMEMGRAPH may offload any value, and is not asked
+    where some outputs are ``not_offloaded``.
     """
     del policy
     policy = policy_named(AUTO)
@@ -294,7 +293,7 @@ def fits(graph: TaskGraph) -> bool:
 
 
 def _orders_of(given: TaskGraph, plan: MemGraph, order: GraphPass | None) -> tuple[GraphPass, ...]:
-    """Return what made the order of ``plan``, one of ``given`` in ``order``, out of that of ``given``."""
+    """Return the passes from the order of ``given`` to that of ``plan``, which was made of ``given`` in ``order``."""
     passes = () if order is None else (order,)
     ordered = given if order is None else order.run(given)
     # The one other order that a draft may have.
@@ -367,7 +366,7 @@ def _plan_timed_alone(
 
 
 def _beyond_host_devices(graph: TaskGraph) -> Exception:
-    """What to raise for a graph that has no plan even where all but host devices have memory for everything."""
+    """The error for a graph that has no plan even where all but host devices have memory for everything."""
     for device in graph.devices:
         if device.is_host_device:
             made = [v for v in graph.vertices if v.space == device.id and not is_foreign(v)]
@@ -429,7 +428,7 @@ def _lookaheads(lookahead: int | None, repairs: Repairs) -> Iterator[int | None]
 
 
 def _attempts(graph: TaskGraph, lookahead: int | None, repairs: Repairs | None = None) -> Iterator[Attempt]:
-    """Yield what is tried in turn: first as much look-ahead and as many residents as can be, last none of both."""
+    """Yield the attempts in turn: first as much look-ahead and as many residents as can be, last none of both."""
     repairs = repairs or Repairs()
     choices = plain_choices(graph) if len(graph.vertices) <= _SEARCH_UP_TO else first_choices(graph)
     if repairs.shorten_lookahead and any(handed_out_at_gate(vertex) for vertex in graph.vertices):

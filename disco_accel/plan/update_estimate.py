@@ -1,8 +1,8 @@
 """How long a step takes that changes its own weights, by a list schedule without addresses.
 
-It compares places where updates may run. What several kernels of a device read stays there. What one alone reads, such
-as an optimizer's state, comes and goes through the memory that is left, or stays as far as that is large enough. An
-estimate: no plan, and nothing is offloaded that the step makes.
+It compares places where updates may run. Values that several kernels of a device read stay there. Values of one
+alone, such as an optimizer's state, come and go through the rest of the memory, or stay as far as it is large enough.
+An estimate: no plan, and no value that the step makes is offloaded.
 """
 
 from __future__ import annotations
@@ -153,6 +153,6 @@ class _Copies:
 
 
 def _without_versions(vertex: Vertex) -> Vertex:
-    """``vertex`` with no bytes for what it writes over an input."""
+    """``vertex`` with no bytes for outputs that it writes over an input."""
     over = {output for output, _ in overwrites(vertex)}
     return replace(vertex, sizes=tuple(0 if k in over else size for k, size in enumerate(vertex.sizes)))

@@ -72,8 +72,8 @@ def _only(found: Mapping[int, float], on_host: Collection[int]) -> dict[int, flo
 def placed(graph: TaskGraph, on_host: Mapping[int, float]) -> TaskGraph:
     """Return ``graph`` with these kernels on the processors: id → seconds there.
 
-    What the step makes on a device and they read is transferred; what they alone use of the values that live over steps
-    stays at home. Raises ConfigError for a kernel that writes values of the step itself.
+    Values that the step makes on a device for them are transferred; values that live over steps, and that they alone
+    use, stay at home. Raises ConfigError for a kernel that writes values of the step itself.
     """
     if not on_host:
         return graph
@@ -150,10 +150,10 @@ def choose(
     tries: int = _TRIES,
 ) -> list[Places]:
     """Return the fastest places that were found, beginning with ``share`` of ``updates`` on the processors; behind them
-    the fastest of each pattern, for who makes plans of several.
+    the fastest of each pattern, for callers that plan several.
 
     ``build``: ids of updates on the processors → the step's graph. All here and all there are tried first: neither
-    is expected to be better than what is returned. ``tries``: steps that are simulated, at most.
+    is expected to be better than the result. ``tries``: steps that are simulated, at most.
     """
     search = _PlaceSearch(build, machine, min(tries, _TRIES))
     search.attempt(frozenset())

@@ -1,4 +1,4 @@
-"""What the planner knows about a value, and about its copy in device memory, while it walks the serial order."""
+"""The planner's record of a value, and of its copy in device memory, while it walks the serial order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DeviceCopy:
     the vertices that read it so far and ``last_use`` is the serial position of the last of them, or of the writer.
     ``producer`` is the id of the writer, None for a copy that exists when the step starts. ``permanent``: it is never
     freed. ``planned`` is the reload that makes it, if one does; ``reserved_blocks`` are the free blocks it was made of,
-    until the copy is first read: till then the reload can be revoked and the blocks freed as they were. ``made_at`` is
+    until the copy is first read. Till then the reload can be revoked and the blocks freed as they were. ``made_at`` is
     the serial position at which it was allocated.
     """
 

@@ -188,7 +188,7 @@ class FreeList:
         """Return the free ranges of at least ``size`` bytes that overwrite the least valuable cached copies.
 
         Cached copies are given up in order of falling rank until a range is large enough, and then all others of that
-        same rank: any other range of this size would overwrite a copy that should be kept longer.
+        same rank. Any other range of this size would overwrite a copy that should be kept longer.
         """
         if self.bytes < size:
             return []

@@ -1,7 +1,7 @@
 """Shorter steps on several devices: a simulated step is planned backwards from its end, then forwards again.
 
-Forward-backward improvement of list schedules (Li and Willis 1992): what a backward run starts last may wait, so in the
-next forward run the vertices take turns in the order of these latest starts.
+Forward-backward improvement of list schedules (Li and Willis 1992): a vertex that a backward run starts late may
+wait. In the next forward run the vertices take turns in the order of these latest starts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _reversed(graph: TaskGraph, order: Sequence[Vertex]) -> MemGraph:
 
 
 def _edges(order: Sequence[Vertex], gate: int) -> Iterator[Edge]:
-    """Yield what waits for what: (before, after) by id. Late inputs stand for ``gate``."""
+    """Yield (before, after), by id, of each vertex that waits for another. Late inputs count as ``gate``."""
     late = {vertex.id for vertex in order if arrives_at_gate(vertex)}
     for before, after in data_edges(tuple(order)):
         yield (gate if before in late else before), after

@@ -40,7 +40,7 @@ def streamed_starts(graph: TaskGraph, machine: Machine) -> Mapping[int, float] |
 
 
 def _others(order: Sequence[Vertex], device: int) -> int:
-    """Return the most bytes on ``device`` at once, in this order, of all but what the host has."""
+    """Return the most bytes on ``device`` at once, in this order, of values that the host has not."""
     last = {ref: at for at, vertex in enumerate(order) for ref in vertex.inputs}
     change = [0] * (len(order) + 1)
     for at, vertex in enumerate(order):

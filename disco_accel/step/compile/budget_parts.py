@@ -1,6 +1,6 @@
-"""What a memory budget is made of, and what a step needs on its device and in host memory, part by part.
+"""The parts of a memory budget, and the needs of a step on its device and in host memory, part by part.
 
-The arena is the budget less what lives on the device outside the plan. Refusals and forecasts name the parts.
+The arena is the budget less all bytes that lie on the device outside the plan. Refusals and forecasts name the parts.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _ROUNDING_SHARE = 64
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """All in bytes. ``total`` is what the user gave; the rest of ``total`` after the other parts is ``arena``.
+    """All in bytes. ``total`` is the user's budget; the rest of ``total`` after the other parts is ``arena``.
 
     ``adapters``: trained weights on the device. ``outputs``: copies of logits that the user gets, and their gradient.
     ``others``: the most that another step with the same arena has on the device outside of it. The next are known once
     kernels have costs: ``workspaces``, those of the libraries that multiply matrices, and ``rounding``, memory that
-    PyTorch's allocator takes from the driver beyond what is allocated. ``in_blocks``: memory comes from that allocator.
+    PyTorch's allocator takes from the driver and does not hand out. ``in_blocks``: memory comes from that allocator.
     """
 
     total: int
@@ -184,7 +184,7 @@ def what_it_needs(budget: Budget, arena: int, graph: TaskGraph, copies: Collecti
 def require_host_memory(
     limit: int, graph: TaskGraph, offloaded: int, rounded: int = 0, copies: Collection[int] = (), packed: int = 0
 ) -> None:
-    """Raise ConfigError if a step of ``graph`` takes more than ``limit`` bytes of host memory, with what it takes.
+    """Raise ConfigError if a step of ``graph`` takes more than ``limit`` bytes of host memory, with its parts.
     ``rounded``, ``copies``, ``packed``: as for ``host_memory_parts``."""
     parts = host_memory_parts(graph, offloaded, rounded, copies, packed)
     needed = sum(parts.values())

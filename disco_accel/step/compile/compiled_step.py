@@ -36,10 +36,10 @@ PlannedNorms = tuple[tuple[str, ...], Ref, TensorSpec]
 
 @dataclass(eq=False)
 class CompiledStep:
-    """A verified plan and what runs it. ``seconds`` holds the time each stage of making it took.
+    """A verified plan and its executor. ``seconds`` holds the time each stage of making it took.
 
-    ``records``, of all kernels of ``captured``, and ``clean`` are what executors are made from, so that benchmarks can
-    run the same plan otherwise. ``settings``: of its planner, for plans of the same step within other budgets.
+    Executors are made from ``records``, of all kernels of ``captured``, and ``clean``, so that benchmarks can run the
+    same plan otherwise. ``settings``: of its planner, for plans of the same step within other budgets.
     """
 
     captured: CapturedStep
@@ -291,7 +291,7 @@ class CompiledStep:
         self.clean = host_bytes(model, self.captured, self.shards)
 
     def vertices_of(self, *sources: InputSource) -> list[InputBinding]:
-        """Inputs of the captured step by what they hold."""
+        """Inputs of the captured step by their sources."""
         return [b for b in self.captured.bindings if b.source in sources]
 
 
@@ -334,7 +334,7 @@ def _trained_on_host(captured: CapturedStep) -> list[InputBinding]:
 
 
 def describe(step: CompiledStep) -> str:
-    """One line for the user: what was captured and what the plan does."""
+    """One line for the user: the size of the capture, and the copies of the plan."""
     kernels = sum(v.kind is VertexKind.KERNEL for v in step.graph.vertices)
     bound = {binding.vertex for binding in step.captured.bindings}
     weights = sum(sum(v.sizes) for v in step.graph.vertices if host_copy_exists(v) and v.id in bound)

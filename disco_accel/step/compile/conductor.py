@@ -129,10 +129,10 @@ def compile_forward(
     beside: Callable[[CapturedStep], int],
     outside: Callable[[str], bool],
 ) -> CompiledStep:
-    """As ``compile_step``, for what ``forward`` returns without gradients.
+    """As ``compile_step``, for the outputs that ``forward`` returns without gradients.
 
-    What ``outside`` names is written to memory of the caller's, as in ``capture_forward``. ``beside``: bytes of the
-    budget that the caller needs for itself, besides the batch, that memory and a copy of each other output.
+    Outputs that ``outside`` names are written to memory of the caller's, as in ``capture_forward``. ``beside``: bytes
+    of the budget that the caller needs for itself, besides the batch, that memory and a copy of each other output.
 
     Raises:
         CaptureError: an op or module cannot be captured.
@@ -163,7 +163,7 @@ def _compile(
     options: CompileOptions,
     began: float,
 ) -> CompiledStep:
-    """The rest of ``compile_step``; ``outputs``: bytes outside the arena for what leaves it."""
+    """The rest of ``compile_step``; ``outputs``: bytes outside the arena for outputs that leave it."""
     seconds = {"capture": time.perf_counter() - began}
     engine, device = options.engine, run_device(options.engine.device)
     source = Measured(engine.device, engine.compute_threads, engine.compute_streams)
@@ -240,7 +240,7 @@ def _settings(options: CompileOptions) -> PlannerSettings:
 
 
 def _environment(engine: EngineOptions) -> dict[str, str]:
-    """What a stored plan depends on beside its graph and the planner."""
+    """Facts that a stored plan depends on beside its graph and the planner."""
     device = run_device(engine.device)
     return {
         "torch": torch.__version__,

@@ -23,7 +23,7 @@ def require_self_check(device: torch.device, config: DiscoConfig, budget: int, g
     ``gpus``: indices of those that share its steps, itself included; each is checked by itself.
 
     Raises:
-        SelfCheckFailed: one has not; the message says what differed, and names the file for a bug report.
+        SelfCheckFailed: one has not; the message says the difference, and names the file for a bug report.
     """
     if config.self_check == "off" or not backend_of(device).needs_self_check:
         return

@@ -24,7 +24,7 @@ def part_of(tensor: torch.Tensor, number: int, parts: int) -> torch.Tensor:
 class FittedBatch:
     """A ``batch`` as its step gets it. ``length``: that of the user's rows, if they were padded, else None. A step that
     returns its loss alone works on ``parts`` of it: each has as many rows of the tensors that are ``divided``.
-    ``parallel``: what each of several devices gets, ``layers``, ``batch``, a part of it, or ``tensor``, of weights.
+    ``parallel``: the part that each of several devices gets, as of ``Sharing``.
     """
 
     batch: Mapping[str, Any]

@@ -1,7 +1,7 @@
-"""The one way from a captured step to its verified plan: costs, budget, plan, verification.
+"""From a captured step to its verified plan: ``with_costs`` gives seconds to its kernels, ``plan_step`` plans it.
 
-``prepare``, ``disco-accel plan`` and ``capture``, and the benchmarks that capture steps go it: ``with_costs``, then
-``plan_step``. They differ in where costs come from (``measure/costs.py``) and in what they do with the plan.
+``prepare`` and ``disco-accel plan`` run both as stages (``step/compile/stages.py``), benchmarks call them, and
+``capture`` the first alone. They differ in where costs come from (``measure/costs.py``) and in the use of the plan.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ logger = logging.getLogger("disco_accel")
 _LARGE = (2, 4)
 """A kernel that moves more than the arena through this runs in chunks. ``auto`` tries few kernels first: each chunk of
 a run of kernels needs the weights of all of them, which may not stay from one chunk to the next. Beside kernels that
-move less than a quarter there is room for what waits for later ones."""
+move less than a quarter there is room for values of later ones."""
 
 _OF_ONE = 4
 """With the smaller of these, values of more than the bytes through this come in chunks too: every chunk of a reader
@@ -33,8 +33,8 @@ _WORTH_MORE = 0.97
 memory."""
 
 _UNUSUAL = 2
-"""Of a step that fits, kernels that need more than so many times what ninety-nine in a hundred do run in chunks: those
-of the loss, not of every MLP."""
+"""Kernels of a step that fits run in chunks if they need more than so many times as many bytes as ninety-nine in a
+hundred: those of the loss, not of every MLP."""
 
 _GOES_ON = 0.995
 """Twice as many chunks of them are tried as long as a step is simulated that much shorter. Simulated LoRA of
@@ -45,7 +45,7 @@ _MUCH_LESS = 0.9
 
 _NAMED = 8
 """Where no number of chunks fits, a refusal names the budget of so many, of kernels that move more than the largest
-through so many: of a tiny Llama 64 chunks need 8 % less than 8, and several times as long to find that."""
+through so many. Of a tiny Llama 64 chunks need 8 % less than 8, and the search takes several times as long."""
 
 
 def plan_in_chunks(whole: StepOnParts, asked: PlanRequest) -> StagedStep:
@@ -121,7 +121,7 @@ def _shorter(whole: StepOnParts, asked: PlanRequest, plain: StagedStep) -> Stage
 
 
 def _as_asked(whole: StepOnParts, asked: PlanRequest, count: int) -> StagedStep:
-    """In ``count`` chunks: the same kernels, and bits, whatever the budget."""
+    """In ``count`` chunks: the same kernels, and bits, in every budget."""
     large = _largest_need(whole.captured) // _LARGE[-1]
     return _prepared(whole, asked, (count, large, large // _OF_ONE))
 

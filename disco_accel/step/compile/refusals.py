@@ -19,8 +19,8 @@ _PLAIN_WEIGHTS = (
 
 
 def require_known_weights(model: torch.nn.Module) -> None:
-    """Raises ConfigError for quantised weights of which it is not known what tensors they are made of, whose scales are
-    gone, or through which no gradient goes, and for weights that Accelerate moves."""
+    """Raises ConfigError for quantised weights whose tensors are not known, whose scales are gone, or through which no
+    gradient goes, and for weights that Accelerate moves."""
     for name, parameter in model.named_parameters():
         if not has_rule(parameter):
             raise ConfigError(
@@ -105,7 +105,7 @@ def require_plain_autograd() -> None:
 
 
 def require_fixed_forward(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Raises CaptureError for models that choose at random, in Python, what a training step computes."""
+    """Raises CaptureError for models that choose the kernels of a training step at random, in Python."""
     own_drop = any("layerdrop" in vars(m) for m in model.modules())
     for name, module in model.named_modules():
         if not module.training:

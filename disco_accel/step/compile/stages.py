@@ -34,10 +34,10 @@ Chunks = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ``devices`` share a step. ``parallel``: what each has, ``layers``, ``batch`` (a part of it) or ``tensor`` (a
-    part of each weight of ``shards``, which says the dimension that is cut by name). ``parts`` of a batch are worked on
-    one by one: each has as many rows of the tensors that are ``divided``. ``peers``: copies between devices go
-    straight."""
+    """How ``devices`` share a step. ``parallel``: the part that each has, of the ``layers``, of the ``batch`` or, as
+    ``tensor``, of each weight of ``shards``, which says the dimension that is cut by name. ``parts`` of a batch are
+    worked on one by one: each has as many rows of the tensors that are ``divided``. ``peers``: copies between devices
+    go straight."""
 
     devices: int = 1
     parallel: str = "layers"
@@ -111,7 +111,7 @@ class StagedStep:
 
 Asked = TypeVar("Asked")
 Stage = tuple[str, str, Callable[[StagedStep, Asked], StagedStep]]
-"""Its name, its effect in a line, and the function that gets the step and what is asked of it."""
+"""Its name, its effect in a line, and the function that gets the step and the request."""
 
 
 def run_stages(step: StagedStep, stages: Iterable[Stage[Asked]], asked: Asked) -> StagedStep:
