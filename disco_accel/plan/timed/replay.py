@@ -80,7 +80,7 @@ class _Replay:
                 reload = self._swap_in(subject, self.host[subject])
                 self.loads.setdefault(subject, []).append(reload)
                 self._open(subject, (reload, 0), tick)
-                self.current[subject].scheduled = tick
+                self.current[subject].is_reload = True
             elif event is SwapEvent.EVICT:
                 live = self.current.pop(subject)
                 if self._was_made_here(live, subject):
@@ -105,7 +105,7 @@ class _Replay:
         merged: dict[int, int] = {}
         before: tuple[int, int] | None = None
         """The last reload, and its buffer, if nothing ran since."""
-        reload_at = {live.scheduled: live for live in self.live.all if live.scheduled >= 0}
+        reload_at = {live.begin: live for live in self.live.all if live.is_reload}
         for tick, (event, subject) in enumerate(self.events, start=1):
             if event is SwapEvent.RELOAD:
                 live = reload_at[tick]
@@ -242,8 +242,6 @@ class _Replay:
                 # Its call finds the whole value where the first range is.
                 first.setdefault(buffer.ref, live).join(live)
             ref, readers = live.values[-1]
-            if live.scheduled >= 0 and live.first_read < 0:
-                live.first_read = tick
             if buffer.begin:
                 further.append(ref)
             else:

@@ -16,14 +16,7 @@ from disco_accel.plan.timed.search import build_timed
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.simulate.machine import Machine
 
-FRUGAL = replace(
-    TimedSettings(),
-    resident_shares=(0.0,),
-    share_step=0.0,
-    outliers_permanent=False,
-    second_run=False,
-    good=1e9,
-)
+FRUGAL = replace(TimedSettings(), resident_shares=(0.0,), outliers_permanent=False)
 """Only what makes a plan feasible, not what makes it fast: a draft for each gap ratio, its redrafts and its offsets."""
 
 _STEP = 4
@@ -37,7 +30,9 @@ def plan_frugally(
     graph: TaskGraph, machine: Machine, *, cyclic: bool, work: SearchWork, not_offloaded: Collection[int] = ()
 ) -> MemGraph:
     """Return a plan of ``graph`` that need not be fast. Raises Infeasible."""
-    return build_timed(graph, machine, cyclic=cyclic, work=work, settings=FRUGAL, not_offloaded=not_offloaded)
+    return build_timed(
+        graph, machine, cyclic=cyclic, work=work, settings=FRUGAL, not_offloaded=not_offloaded, any_plan=True
+    )
 
 
 def smallest_timed_memory(graph: TaskGraph, machine: Machine, *, cyclic: bool, work: SearchWork) -> int:
@@ -55,7 +50,9 @@ def smallest_timed_memory(graph: TaskGraph, machine: Machine, *, cyclic: bool, w
     def fits(units: int, settings: TimedSettings) -> bool:
         trial = SearchWork()
         try:
-            build_timed(with_at_least(graph, units * unit), machine, cyclic=cyclic, work=trial, settings=settings)
+            frugal = settings is FRUGAL
+            sized = with_at_least(graph, units * unit)
+            build_timed(sized, machine, cyclic=cyclic, work=trial, settings=settings, any_plan=frugal)
         except Infeasible:
             return False
         finally:
