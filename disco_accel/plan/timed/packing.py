@@ -69,7 +69,7 @@ _Key = Callable[["LiveBuffer"], tuple[float, ...]]
 
 _FEW = 1000
 """Up to so many buffers, and where the lowest height is asked for, all orders are tried, else the first
-``_ORDERS_OF_MANY``."""
+``_ORDERS_OF_MANY``; up to so many, rounds are half as many again."""
 
 _ORDERS_OF_MANY = 4
 
@@ -136,6 +136,8 @@ def pack(
     if not limit:
         peak = _live_peak(buffers)
         limit = peak + peak // _LOW_ENOUGH
+    if len(buffers) <= _FEW:
+        rounds += rounds // 2
     if rounds and best.height > limit:
         best = packer.pack(best.order, limit, rounds)
         tried += best.tried
