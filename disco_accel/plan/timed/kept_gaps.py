@@ -25,18 +25,11 @@ _LOAD_COST = 1e-3
 """Of equally long steps the one that loads least; it may be longer by a thousandth of what it loads."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptGaps:
-    """``seconds``: of the program, about what no draft in this order beats."""
+def kept_gaps(requirements: StepRequirements, machine: Machine, memory: int) -> tuple[float, Kept] | None:
+    """Return the seconds of a shortest step within ``memory`` bytes, and the gaps through which it keeps buffers (None:
+    there are several devices, or no answer).
 
-    seconds: float
-    kept: Kept
-
-
-def kept_gaps(requirements: StepRequirements, machine: Machine, memory: int) -> KeptGaps | None:
-    """Return what a shortest step within ``memory`` bytes keeps (None: there are several devices, or no answer).
-
-    Of a value in ranges as many from its begin on are kept as the program keeps of it, of a whole one all or nothing.
+    Of a value in ranges the program's share is kept, from the value's begin on; a whole one is kept all or not at all.
     """
     graph = requirements.graph
     if len(graph.devices) > 1:
@@ -51,7 +44,7 @@ def kept_gaps(requirements: StepRequirements, machine: Machine, memory: int) -> 
     if solved is None:
         return None
     seconds, parts = solved
-    return KeptGaps(seconds, _that_fit(_each_gap(requirements, facts, parts), requirements, memory))
+    return seconds, _that_fit(_each_gap(requirements, facts, parts), requirements, memory)
 
 
 def _that_fit(every: Iterable[_Gap], requirements: StepRequirements, memory: int) -> Kept:

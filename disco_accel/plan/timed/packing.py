@@ -124,7 +124,7 @@ def pack(
     ``rounds``: see ``ROUNDS``."""
     best: Packed | None = None
     tried = 0
-    packer = Packer(buffers)
+    packer = _Packer(buffers)
     for candidate in _orders(buffers, limit):
         packed = packer.pack(candidate, limit, 0)
         tried += packed.tried
@@ -161,7 +161,7 @@ def _orders(buffers: Sequence[LiveBuffer], limit: int) -> Iterator[list[int]]:
         yield sorted(range(len(buffers)), key=key)
 
 
-class Packer:
+class _Packer:
     """Gives ``buffers`` offsets (``runtime_ext/plan/place.cpp``). Raises ExtensionError where it cannot be built."""
 
     def __init__(self, buffers: Sequence[LiveBuffer]) -> None:

@@ -15,20 +15,20 @@ from functools import cached_property
 
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.plan.common.serial_orders import lower_order
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import DRAFTED, FINISHED, PLACED, REPLAYED, SOLVED, SearchWork
 from disco_accel.plan.timed.drafts import (
     Draft,
-    DraftChoice,
     DraftOptions,
     draft_of,
     permanent_buffers,
     seconds_if_all_resident,
 )
-from disco_accel.plan.timed.kept_gaps import Kept, KeptGaps, kept_gaps
+from disco_accel.plan.timed.kept_gaps import Kept, kept_gaps
 from disco_accel.plan.timed.less_memory import with_less_memory
 from disco_accel.plan.timed.replay import live_ranges_of
-from disco_accel.plan.timed.requirement_kinds import Kind, RequirementKinds
+from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
 from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
@@ -50,6 +50,9 @@ _DRAFTING_SHARE = 0.5
 _LEAST_CUT = 1 / 256
 """A redraft gives up at least this share of the memory, times the number of redrafts: buffers come and go as a whole,
 so less may change nothing."""
+
+_Kind = tuple[bool, float | None, int | None]
+"""Whether in the order with a lower peak; the gap ratio; bytes of a range (None: weights are whole)."""
 
 
 def build_timed(
@@ -150,8 +153,8 @@ class _DraftSearch:
             for device in graph.devices
         }
         """What drafts may take of ``capacity``, less ``reserve``, a share of it."""
-        self.kinds = RequirementKinds(graph, machine, not_offloaded)
-        self.programs: dict[Kind, KeptGaps | None] = {}
+        self.kinds = _RequirementKinds(graph, machine, not_offloaded)
+        self.programs: dict[_Kind, Kept | None] = {}
         self.attempted: set[tuple[DraftOptions, int | None, tuple[int, ...]]] = set()
         self.drafted: list[tuple[Draft, DraftOptions]] = []
         self.range_bytes: int | None = None
@@ -240,9 +243,7 @@ class _DraftSearch:
             # Offsets only add waits, so no plan is faster than its draft.
             if draft.schedule.seconds >= self.makespan:
                 continue
-            live = live_ranges_of(
-                draft.requirements, draft.schedule, draft.choice.permanent, draft.at_start, self.cyclic
-            )
+            live = live_ranges_of(draft.requirements, draft.schedule, draft.permanent, draft.at_start, self.cyclic)
             self.work.add(REPLAYED, draft.requirements.end)
             rounds = self.settings.repacking_rounds
             over = live.assign_offsets(self.capacity, lowest=not draft.schedule.reloaded, rounds=rounds)
@@ -268,18 +269,17 @@ class _DraftSearch:
         )
         if requirements is None:
             return
-        choice = draft.choice
-        if choice.kept:
-            program = self._solve(requirements)
-            choice = replace(choice, kept=program.kept if program else {})
-        self._draft(requirements, choice, draft.retries + 1)
+        kept = self._solve(requirements) if draft.kept else {}
+        self._draft(requirements, draft.permanent, kept or {}, draft.retries + 1)
 
-    def _draft(self, requirements: StepRequirements, choice: DraftChoice, retries: int = 0) -> Draft | None:
+    def _draft(
+        self, requirements: StepRequirements, permanent: tuple[int, ...], kept: Kept, retries: int = 0
+    ) -> Draft | None:
         """Draft, and queue the draft unless its schedule was there before; None if it is infeasible."""
         self.work.add(DRAFTED, 3 * (requirements.end + _uses_of_ranges(requirements)))
         self.work.drafts += 1
         try:
-            draft = draft_of(requirements, self.machine, self.draft_capacity, choice, self.cyclic)
+            draft = draft_of(requirements, self.machine, self.draft_capacity, permanent, kept, cyclic=self.cyclic)
         except Infeasible:
             return None
         draft = replace(draft, retries=retries)
@@ -320,21 +320,21 @@ class _DraftSearch:
         kept: Kept = {}
         if options.program_gaps:
             options = replace(options, resident_share=0.0, outliers_permanent=False)
-            program = self._kept_gaps(options)
-            if program is None:
+            solved = self._kept_gaps(options)
+            if solved is None:
                 return
-            kept = program.kept
+            kept = solved
         permanent = tuple(permanent_buffers(requirements, self.draft_capacity, options))
         # Which buffers are permanent is all that a share and the outliers decide.
         attempt = replace(options, resident_share=0.0, outliers_permanent=False), self.range_bytes, permanent
         if attempt in self.attempted:
             return
         self.attempted.add(attempt)
-        draft = self._draft(requirements, DraftChoice(permanent, kept))
+        draft = self._draft(requirements, permanent, kept)
         if draft is not None:
             self.drafted.append((draft, options))
 
-    def _kept_gaps(self, options: DraftOptions) -> KeptGaps | None:
+    def _kept_gaps(self, options: DraftOptions) -> Kept | None:
         """What the step program keeps of the buffers of a draft with these options."""
         kind = options.low_peak_order, options.min_gap_ratio, self.range_bytes
         requirements = self.kinds.get(*kind)
@@ -342,12 +342,44 @@ class _DraftSearch:
             self.programs[kind] = self._solve(requirements)
         return self.programs[kind]
 
-    def _solve(self, requirements: StepRequirements) -> KeptGaps | None:
+    def _solve(self, requirements: StepRequirements) -> Kept | None:
         self.work.add(SOLVED, requirements.end)
-        return kept_gaps(requirements, self.machine, max(self.draft_capacity.values()))
+        solved = kept_gaps(requirements, self.machine, max(self.draft_capacity.values()))
+        return solved[1] if solved else None
 
     def _requirements(self, ratio: float | None, low_peak_order: bool = False) -> StepRequirements | None:
         return self.kinds.get(low_peak_order, ratio, self.range_bytes)
+
+
+class _RequirementKinds:
+    """Requirements of ``graph`` by kind, each collected once, in ``made`` (None: no draft of the kind can be)."""
+
+    def __init__(self, graph: TaskGraph, machine: Machine, not_offloaded: Collection[int]) -> None:
+        self.graph = graph
+        self.made: dict[_Kind, StepRequirements | None] = {}
+        self._machine = machine
+        self._not_offloaded = not_offloaded
+
+    def get(self, low_peak_order: bool, ratio: float | None, range_bytes: int | None) -> StepRequirements | None:
+        """Return the requirements of a kind."""
+        kind = low_peak_order, ratio, range_bytes
+        if kind not in self.made:
+            self.made[kind] = self._collected(*kind)
+        return self.made[kind]
+
+    def _collected(self, low_peak_order: bool, ratio: float | None, range_bytes: int | None) -> StepRequirements | None:
+        graph = self.low_peak_graph if low_peak_order else self.graph
+        if graph is None:
+            return None
+        try:
+            return requirements_of(graph, self._machine, ratio, self._not_offloaded, range_bytes)
+        except Infeasible:
+            return None
+
+    @cached_property
+    def low_peak_graph(self) -> TaskGraph | None:
+        """The graph in an order with a lower peak, if there is one."""
+        return lower_order(self.graph)
 
 
 def _uses_of_ranges(requirements: StepRequirements) -> int:
