@@ -44,6 +44,9 @@ _KEEPS_UP = 1.003
 _GOOD = 1.003
 """A draft that takes at most so many times what a step with memory for everything takes is not bettered."""
 
+_ANY = 1e9
+"""As ``_GOOD`` where any plan will do: with infinity a search without a draft would be good enough, and end."""
+
 _DRAFTING_SHARE = 0.5
 """Share of the work, or of the user's time, after which no more options are drafted: drafts need offsets."""
 
@@ -159,7 +162,7 @@ class _DraftSearch:
         self.drafted: list[tuple[Draft, DraftOptions]] = []
         self.range_bytes: int | None = None
         """About how many bytes the ranges have in which weights are drafted (None: they are drafted as a whole)."""
-        self.floor = float("inf") if any_plan else _GOOD * self.ideal
+        self.floor = (_ANY if any_plan else _GOOD) * self.ideal
         self.queue = _DraftQueue(self.floor)
         self.plan: MemGraph | None = None
         self.makespan = float("inf")
