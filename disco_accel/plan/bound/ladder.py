@@ -9,7 +9,7 @@ the one before: each schedule of one is a schedule of the next.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from disco_accel.errors import ConfigError
@@ -19,8 +19,8 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.plan.bound.link_time import LinkTime, link_times
 from disco_accel.plan.bound.lower_bound import Bound, bound_of, bound_within_memory
 from disco_accel.plan.bound.peak_kernel_cost import bound_without_peaks
-from disco_accel.plan.bound.plan_replay import Relaxation, Replay, without_latency
-from disco_accel.plan.bound.program_of_plan import ProgramOfPlan, one_stream
+from disco_accel.plan.bound.plan_replay import Replay, without_latency
+from disco_accel.plan.bound.program_of_plan import one_stream, program_of_plan
 from disco_accel.plan.bound.waits import Wait, waits_for_copies
 from disco_accel.plan.summary import swapped_bytes
 from disco_accel.simulate.machine import Machine
@@ -99,21 +99,19 @@ def explain(plan: MemGraph, machine: Machine | None = None, *, search: float = _
     without = bound_within_memory(graph, instant, bound.critical_path) if alone else bound_of(graph, instant)
     floor = without.bound
     replay = Replay(plan, machine, run)
-    anywhere = Relaxation(anywhere=True)
-    unloaded = replace(anywhere, free_offloads=True)
-    fine = replace(unloaded, fine=True)
     rungs = [run.makespan]
-    for relaxed in (anywhere, unloaded, fine):
-        rungs.append(min(rungs[-1], replay.seconds(relaxed)))
-    streamed = max(floor, min(rungs[-1], replay.seconds(replace(fine, no_latency=True))))
+    rungs.append(min(rungs[-1], replay.seconds(anywhere=True)))
+    rungs.append(min(rungs[-1], replay.seconds(anywhere=True, free_offloads=True)))
+    rungs.append(min(rungs[-1], replay.seconds(anywhere=True, free_offloads=True, fine=True)))
+    instantly = replay.seconds(anywhere=True, free_offloads=True, fine=True, no_latency=True)
+    streamed = max(floor, min(rungs[-1], instantly))
     rows = dict(zip(("addresses", "offloads", "whole_places"), _differences(rungs), strict=True))
     rows["latency"] = (rungs[-1] - streamed) - (bound.bound - floor)
     if alone:
         started = sorted(run.starts, key=lambda vertex: run.starts[vertex])
-        own = ProgramOfPlan(plan, instant, started)
-        program = own.in_order
+        program, keeps = program_of_plan(plan, instant, started)
         parts = max(floor, program.seconds())
-        kept = max(parts, program.seconds(own.keeps))
+        kept = max(parts, program.seconds(keeps))
         whole_above = plan.devices[0].memory // _WHOLE_PART
         whole = min(kept, max(parts, program.seconds(whole_above=whole_above, limit=search)))
         lower = [streamed, kept, whole, parts, floor]
