@@ -66,12 +66,12 @@ class Machine:
         """Return this machine with other links for the routes of ``changed``."""
         return replace(self, links={**self.links, **changed})
 
-    def lanes(self, spaces: Iterable[Space]) -> LaneMap:
+    def lanes(self, spaces: Iterable[Space]) -> _LaneMap:
         """Return where the vertices of a graph with ``spaces`` run on this machine."""
-        return LaneMap(self, spaces)
+        return _LaneMap(self, spaces)
 
 
-class LaneMap(Routes):
+class _LaneMap(Routes):
     """Where the vertices of a graph run on a machine: the kernels of a device in its streams, copies on the link of
     their route."""
 

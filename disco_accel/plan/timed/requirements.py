@@ -38,7 +38,6 @@ from disco_accel.graph.values import (
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.timed.leaving_values import hold_until_transferred
 from disco_accel.plan.timed.step_buffers import PinnedBuffer, StepRequirements, SwappableBuffer
-from disco_accel.simulate.machine import LaneMap
 from disco_accel.simulate.simulator import Machine
 
 GUESSED_BANDWIDTH = 1e12
@@ -65,7 +64,7 @@ def requirements_of(
     inputs = tuple(vertex for vertex in serial if vertex.kind is VertexKind.INPUT)
     order = serial[len(inputs) :]
     lanes = machine.lanes(graph.spaces)
-    seconds = [vertex_seconds(vertex, lanes) for vertex in order]
+    seconds = [_guessed_seconds(vertex) or lanes.seconds(vertex) for vertex in order]
     alignments = {device.id: device.alignment for device in graph.devices}
     requirements = StepRequirements(graph, inputs, order, seconds, alignments)
     collector = _Collector(requirements, machine, min_gap_ratio, not_offloaded)
@@ -94,11 +93,10 @@ def check_overwrites(graph: TaskGraph) -> None:
                 )
 
 
-def vertex_seconds(vertex: Vertex, lanes: LaneMap) -> float:
-    """Return how long ``vertex`` takes; a kernel without a duration is guessed from its outputs."""
-    if vertex.kind is VertexKind.KERNEL and vertex.duration is None:
-        return sum(vertex.sizes) / GUESSED_BANDWIDTH
-    return lanes.seconds(vertex)
+def _guessed_seconds(vertex: Vertex) -> float:
+    """Return how long a kernel without a duration takes, guessed from its outputs; 0 for all else."""
+    guessed = vertex.kind is VertexKind.KERNEL and vertex.duration is None
+    return sum(vertex.sizes) / GUESSED_BANDWIDTH if guessed else 0.0
 
 
 class _Collector:
