@@ -120,6 +120,6 @@ class _LaneMap(Routes):
 
 
 def _devices(route: Route, source: int, target: int) -> tuple[int, ...]:
-    """The ends of a copy that have a link of their own: devices; of one that touches none, what it reads."""
+    """The ends of a copy that have a link of their own: its devices, or its source where it touches none."""
     ends = tuple(end for kind, end in zip(route, (source, target), strict=True) if kind is SpaceKind.DEVICE)
     return ends or (source,)

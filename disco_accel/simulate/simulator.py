@@ -168,7 +168,7 @@ class _LaneQueues:
         self.stirred.add(lane)
 
     def launch(self, now: float, starts: list[float]) -> None:
-        """Start what can run, and note when in ``starts``."""
+        """Start the vertices that can run, and note the time in ``starts``."""
         free, seconds = self.free, self.seconds
         for lane in self.stirred:
             queue = self.queues[lane]

@@ -22,8 +22,8 @@ _Range = tuple[int, int, Ref]
 class CrossStepDependencies:
     """Vertices by their number in the order of the plan.
 
-    ``successors``: vertex of a step → the vertices of the next step that wait for it; ``workers``: kernels and
-    transfers, all of which must have ended before any of ``gated`` starts in the next step; ``within``: pairs of one
+    ``successors``: vertex of a step → the vertices of the next step that wait for it. ``workers``: kernels and
+    transfers, all of which must have ended before any of ``gated`` starts in the next step. ``within``: pairs of one
     step, an input of the user's that nobody reads and a vertex that writes over it, which waits for it.
     """
 
@@ -54,7 +54,7 @@ def cross_step_dependencies(plan: MemGraph) -> CrossStepDependencies:
 
     The first vertex of a step to write some bytes waits for all users of the value that lay there at the end of the
     step before. Kept outputs are overwritten only after all kernels of their step have ended: the caller has copied
-    them by then. What the host renews between two steps is renewed when all kernels, and all reloads of it, have ended.
+    them by then. The host renews a value between two steps when all kernels, and all reloads of the value, have ended.
     Raises PlanError naming a resident that is not back at its address when a step ends.
     """
     return _TwoSteps(plan).dependencies()

@@ -1,9 +1,9 @@
 """A lower bound of the step over all choices of gaps and all schedules: a mixed integer program, solved by HiGHS.
 
-Each op is followed by an idle time, to be kept short in sum. Which gaps are used is 0 or 1; how many bytes of each are
-read, and of each layer written, is free in every op and every idle time, as long as the link keeps up. Memory is
-counted only when an op starts and when it ends. Every schedule that ``weights_judge`` accepts obeys this, so no step
-is shorter than the optimum, nor than the bound that HiGHS has proven when its time is up.
+Each op is followed by an idle time, to be kept short in sum. Whether a gap is used is 0 or 1. How many bytes of each
+are read, and of each layer written, is free in every op and every idle time, as long as the link keeps up. Memory is
+counted only when an op starts and when it ends. Every schedule that ``weights_judge`` accepts obeys this, so no step is
+shorter than the optimum, nor than the bound that HiGHS has proven when its time is up.
 """
 
 from __future__ import annotations

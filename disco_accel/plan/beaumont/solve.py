@@ -30,7 +30,7 @@ class Solution:
     optimal: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``disco-accel weights`` prints: seconds; in ``chosen`` layers count from 1, and the second number is 1
+        """The output of ``disco-accel weights``: seconds. In ``chosen`` layers count from 1, and the second number is 1
         for a gap across steps, 0 for one inside a step."""
         chosen = [[gap.layer + 1, int(gap.across)] for gap in self.greedy.chosen]
         return {
@@ -67,8 +67,8 @@ def _choices(instance: Instance) -> list[list[WeightGap]]:
     """Choices of gaps worth a schedule.
 
     With spare memory for weights that arrive while a layer runs, which keeps the compute busy, and without, which
-    copies fewer bytes; with writes priced, and as if they were free, which is right where the other direction of the
-    link is busier; and all gaps, which copies most but never waits for memory.
+    copies fewer bytes. With writes priced, and as if they were free, which is right where the other direction of the
+    link is busier. All gaps, which copies most but never waits for memory.
     """
     choices = []
     for priced in (instance,) if instance.frozen else (instance, replace(instance, frozen=True)):

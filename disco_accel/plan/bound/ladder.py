@@ -1,9 +1,9 @@
-"""A ladder from a plan's simulated step down to the bound: each rung is let off one thing more, and the differences are
-the rows of a sum.
+"""A ladder from a plan's simulated step down to the bound: each rung is free of one constraint more, and the
+differences are the rows of a sum.
 
-The upper rungs run the plan again in the order in which it ran (``plan_replay.py``); the lower ones are the step
-program with what the plan keeps, with whole values, and with parts of them (``program_of_plan.py``). No rung is above
-the one before: each schedule of one is a schedule of the next.
+The upper rungs run the plan again in the order in which it ran (``plan_replay.py``). The lower ones are the step
+program with the plan's kept values, with whole values, and with parts of them (``program_of_plan.py``). No rung is
+above the one before: each schedule of one is a schedule of the next.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROWS = {
     "kernel_order": "kernels in the plan's order, where dependencies leave another open",
     "rest": "loads beyond the bound's, their order, and the order of kernels",
 }
-"""What each row is, in words."""
+"""The rows in words."""
 
 _WHOLE_SECONDS = 10.0
 _WHOLE_PART = 2000
@@ -47,9 +47,9 @@ _WHOLE_PART = 2000
 @dataclass(frozen=True, slots=True)
 class Why:
     """``step``: the plan's simulated seconds; ``bound``: of its graph, all parts; ``rows``: seconds by the names of
-    ``ROWS``, the sum of which is ``step`` less ``bound.bound``. ``reload_bytes``: the plan's; ``links``: the time of
-    each link that loads; ``waits``: the longest of kernels for copies, and ``waited`` all of them together; ``dip``:
-    seconds of the bound that it would lose if no kernel took more than 99 in 100 do."""
+    ``ROWS``, the sum of which is ``step`` less ``bound.bound``. ``reload_bytes``: the plan's. ``links``: the time of
+    each link that loads. ``waits``: the longest of kernels for copies, and ``waited`` all of them together. ``dip``:
+    seconds that the bound loses if no kernel takes more bytes than 99 in 100 do."""
 
     step: float
     bound: Bound
@@ -68,7 +68,7 @@ class Why:
 
     @property
     def sentence(self) -> str:
-        """What costs most, in words."""
+        """The largest cost, in words."""
         bound = self.bound.bound
         if self.distance <= 1e-4 * self.step or not bound:
             return f"The plan takes {self.step:.4g} s, which no plan beats by more than a ten thousandth."

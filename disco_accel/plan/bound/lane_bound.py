@@ -5,9 +5,9 @@ That is asked of the whole step, and of its two sides of the gate one after the 
 when all that is handed out has ended. Between sets of kernels that all devices come to it is asked once more:
 
 - ``done`` of a set: a second before which not all of it have ended.
-- One of the set before ends last. Which one is not known, so the least of what must follow each of them is added to
-  that set's ``done``. Of devices that all compute and then all exchange, the one that is done last has all of its
-  exchange before it.
+- One of the set before ends last. Any of them may, so the least time that must follow one of them is added to that
+  set's ``done``. Of devices that all compute and then all exchange, the one that is done last has all of its exchange
+  before it.
 - If one of a set leads to none of the next, the next may have ended before it, and nothing is added.
 """
 
@@ -28,14 +28,14 @@ from disco_accel.simulate.machine import Machine
 
 _AHEAD = 2
 """From each set of kernels to how many of the next ones: one that ends a device's work before an exchange, and one that
-ends what the exchange takes."""
+ends the exchange."""
 
 _VISITS = 2_000_000
-"""Of vertices, some ten seconds, after which no further sets are looked at; what was found until then is a bound."""
+"""Of vertices, some ten seconds, after which no further sets are looked at; the largest time until then is a bound."""
 
 
 def lane_bound(graph: TaskGraph, machine: Machine) -> float:
-    """Return the seconds that a step of ``graph`` takes at least, whatever its memory."""
+    """Return the seconds that a step of ``graph`` takes at least in any memory."""
     lanes = _Lanes.of(graph, machine)
     gate = [lanes.gate]
     until_gate, behind_gate = lanes.least(None, gate), lanes.least(lanes.gate, None)
@@ -63,8 +63,8 @@ def lane_bound(graph: TaskGraph, machine: Machine) -> float:
 
 
 def _least_from_last(lanes: _Lanes, sources: Sequence[int], targets: Sequence[int] | None) -> float | None:
-    """Return the seconds from the end of the last of ``sources`` to that of the last of ``targets`` (None: of the step)
-    at least, whichever of the sources it is; None if it may be one that leads to none of these."""
+    """Return the least seconds from the end of the last of ``sources`` to that of the last of ``targets`` (None: of the
+    step). Any of the sources may be the last; None if one of them leads to none of the targets."""
     least = 0.0
     for number, source in enumerate(sources):
         seconds = lanes.least(source, targets, near=True)
@@ -98,8 +98,8 @@ def _exchanging_kernels(graph: TaskGraph, lanes: _Lanes) -> list[list[int]]:
 
 @dataclass
 class _Lanes:
-    """Kernels, transfers and the ``gate`` by their places in a topological order in which what leads to a vertex stands
-    near it. ``share``: of the lane's time that a vertex takes, in seconds; ``depth``: vertices in the longest chain
+    """Kernels, transfers and the ``gate`` by their places in a topological order, in which predecessors stand near each
+    other. ``share``: of the lane's time that a vertex takes, in seconds; ``depth``: vertices in the longest chain
     before; ``visits``: places looked at so far."""
 
     gate: int
@@ -166,7 +166,7 @@ class _Lanes:
         return max(best, *map(least_span, of_lane.values()))
 
     def _between(self, source: int | None, targets: Sequence[int] | None) -> list[int]:
-        """Return what runs behind ``source`` and must have ended when the last of ``targets`` has, in order."""
+        """Return the vertices behind ``source`` that must have ended when the last of ``targets`` has, in order."""
         if source is None:
             reached = set(range(len(self.seconds)))
         else:
@@ -180,7 +180,7 @@ class _Lanes:
 
 
 def _all_from(begin: Iterable[int], edges: Sequence[Sequence[int]], takes: Callable[[int], bool]) -> set[int]:
-    """Return ``begin`` and all that ``edges`` lead to from there, by way of what ``takes`` allows."""
+    """Return ``begin`` and all vertices that ``edges`` lead to from there, if ``takes`` allows them."""
     open_ends = list(begin)
     found = set(open_ends)
     while open_ends:
@@ -192,7 +192,7 @@ def _all_from(begin: Iterable[int], edges: Sequence[Sequence[int]], takes: Calla
 
 
 def _reversed(before: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return what comes behind each, if ``before`` is what comes before."""
+    """Return the successors of each vertex from the predecessors."""
     behind: list[list[int]] = [[] for _ in before]
     for at, sources in enumerate(before):
         for each in sources:
@@ -201,7 +201,8 @@ def _reversed(before: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _depth_first(before: Sequence[Sequence[int]]) -> list[int]:
-    """Return the place of each such that all of ``before`` stand before it, and near it what leads to it alone."""
+    """Return the place of each, such that all of ``before`` stand before it, and near it those that lead to it
+    alone."""
     places = [-1] * len(before)
     count = 0
     needed = {each for sources in before for each in sources}

@@ -70,13 +70,13 @@ def least_loads(facts: DeviceFacts) -> tuple[float, float]:
 
 def least_copies(facts: DeviceFacts, *, loads: bool, backs: bool) -> tuple[float, float]:
     """Return seconds and bytes that ``loads`` from the host, copies ``back`` to it, or both take at least in a step, by
-    linear programming; what the host renews is loaded once besides.
+    linear programming. Values that the host renews are loaded once besides.
 
     The variables are the bytes of each value kept through each gap; at no position may more be kept than fits beside
     the inputs and outputs of its vertex. Bytes that are not kept are reloaded, and written back before where a kernel
-    has changed them; of several gaps behind one change only that around the step boundary is counted, since one
-    write-back serves all. The step is a ring: values on the device at its end are there at its start. Bytes that are
-    written back and reloaded count twice.
+    has changed them. One write-back serves all gaps behind a change, so only the gap around the step boundary is
+    counted. The step is a ring: values on the device at its end are there at its start. Bytes that are written back and
+    reloaded count twice.
     """
     link = facts.loads
     renewed = facts.renewed if loads else []

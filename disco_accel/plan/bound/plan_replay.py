@@ -1,7 +1,7 @@
-"""A plan run again with every lane in the order in which it ran, let off some of what it had to wait for.
+"""A plan run again with every lane in the order in which it ran, without some of its waits.
 
-Nothing can get later by being let off: with fixed orders each start is a largest of sums. So each relaxation says what
-its part costs, and the differences of a row of relaxations add up.
+Nothing can get later without a wait: with fixed orders each start is a largest of sums. So each relaxation gives the
+cost of its part, and the differences of a row of relaxations add up.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def without_latency(machine: Machine) -> Machine:
 
 
 def _storages_of(plan: MemGraph) -> list[_Storage]:
-    """Return each storage once: what a kernel writes over an input, at the same offset, is no further one."""
+    """Return each storage once: an output over an input, at the same offset, has the storage of the input."""
     number = {vertex.id: i for i, vertex in enumerate(plan.vertices)}
     # A kept result may end the step on the host alone.
     offloaded = {vertex.inputs[0] for vertex in plan.vertices if swaps_out(vertex)}
@@ -149,8 +149,8 @@ def _storages_of(plan: MemGraph) -> list[_Storage]:
 
 
 def at_the_end(plan: MemGraph) -> dict[Ref, Ref]:
-    """Return for each input, and resident range of one, that is on its device when a step starts what holds it there
-    when the step ends."""
+    """Return the value with the same bytes at the step's end, for each input and resident range that is on its device
+    when a step starts."""
     held = inputs_held(plan)
     size = {(vertex.id, k): nbytes for vertex in plan.vertices for k, nbytes in enumerate(vertex.sizes)}
     begin = {(vertex.id, k): vertex.begin for vertex in plan.vertices for k in range(len(vertex.sizes))}

@@ -1,4 +1,5 @@
-"""The step program (``plan/bound/step_program.py``) of a plan as it ran: its kernels in their order, what it kept."""
+"""The step program (``plan/bound/step_program.py``) of a plan as it ran: its kernels in their order, the values that it
+kept."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def _kept_gaps(plan: MemGraph, facts: DeviceFacts, order: Sequence[int]) -> Mapp
         copy_of.update({(vertex.id, k): copy_of[ref] for k, ref in overwrites(vertex)})
     carried = carried_values(plan)
     read: dict[tuple[int, int], set[Ref]] = {}
-    """What has the bytes of a value, by its identity and the position of a reader: a copy, or several of ranges."""
+    """Copies with the bytes of a value, by its identity and the position of a reader: one, or several of ranges."""
     for position, vertex_id in enumerate(order):
         for ref in by_id[vertex_id].inputs:
             value = facts.values.get(carried[ref])

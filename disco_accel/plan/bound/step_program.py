@@ -1,14 +1,14 @@
 """How long a step on one device takes at least, as a linear program over time.
 
-A plan is let off everything but this. A stream runs kernels, a link loads bytes, each at its own rate, from the start
-of one kernel of a chain to that of the next (``ordered_starts.py``). When a kernel starts, its inputs have come; and
-until it has ended its inputs, its outputs, what is kept for later readers and what has been loaded ahead fit the
-memory. Parts of values may be kept, and copies may be of any size and in any order; what lies between two readers of a
-value is a gap, through which some of its bytes are kept and the others loaded again. The step is a ring: what was
-loaded ahead at its end is there at its start.
+The program has these constraints alone. A stream runs kernels, a link loads bytes, each at its own rate, from the start
+of one kernel of a chain to that of the next (``ordered_starts.py``). When a kernel starts, its inputs have come. Until
+it has ended its inputs, its outputs, bytes kept for later readers and bytes loaded ahead fit the memory. Parts of
+values may be kept, and copies may be of any size and in any order. Between two readers of a value is a gap, through
+which some of its bytes are kept and the others loaded again. The step is a ring: bytes loaded ahead at its end are
+there at its start.
 
-What the host renews between two steps is loaded in each, from its start on. Where one vertex may run before or after a
-start, its inputs and outputs take no memory there. Offloads take no time.
+Values that the host renews between two steps are loaded in each, from its start on. Where one vertex may run before or
+after a start, its inputs and outputs take no memory there. Offloads take no time.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MOST_STARTS = 512
 @dataclass(frozen=True, slots=True)
 class _Span:
     """Rows of gaps that are alike. Kept bytes are there from row ``begin`` to ``end``, of a gap over the step's
-    boundary from ``begin`` on and up to ``end``; others are needed by row ``by``, and belong to what is loaded ahead
-    before row ``until``. ``largest``: bytes of one gap, rounded up to a power of two."""
+    boundary from ``begin`` on and up to ``end``. Others are needed by row ``by``, and count as loaded ahead before row
+    ``until``. ``largest``: bytes of one gap, rounded up to a power of two."""
 
     begin: int
     end: int
@@ -45,7 +45,7 @@ class _Span:
 
 @dataclass
 class _Demands:
-    """Bytes that are loaded once a step, by row: ``by`` then, and no part of what is loaded ahead from ``until`` on."""
+    """Bytes that are loaded once a step, by row: needed ``by`` then, and no longer loaded ahead from ``until`` on."""
 
     rows: int
     by: NDArray[np.int64] = field(init=False)
@@ -75,10 +75,10 @@ Keeps = Callable[[DeviceValue, int], float]
 class _Variables:
     """The numbers of the program's variables: ``kept`` by span, the others by row.
 
-    ``loaded``, ``fresh``: bytes since the step's start, of what may stay and of the renewed, when a row's kernel
-    starts; ``loaded_then``, ``fresh_then``: when it ends. ``due``, ``gone``: bytes that have to be loaded by a row, and
-    those no longer ahead there; ``held``: bytes kept through it; ``ahead``, ``ahead_fresh``: bytes loaded for later
-    rows."""
+    ``loaded``, ``fresh``: bytes since the step's start, of values that may stay and of renewed ones, when a row's
+    kernel starts; ``loaded_then``, ``fresh_then``: when it ends. ``due``, ``gone``: bytes that have to be loaded by a
+    row, and those no longer ahead there; ``held``: bytes kept through it; ``ahead``, ``ahead_fresh``: bytes loaded for
+    later rows."""
 
     kept: Index
     time: Index
@@ -137,7 +137,7 @@ class StepProgram:
 
     def seconds(self, keeps: Keeps | None = None, *, whole_above: int | None = None, limit: float = 0.0) -> float:
         """Return the least seconds of a step. ``keeps``: the part of a value that is kept through its gap of a number
-        (None: whatever the program finds). ``whole_above``: values of as many bytes or more are kept whole or not at
+        (None: the program finds the best). ``whole_above``: values of as many bytes or more are kept whole or not at
         all, as far as a search of ``limit`` seconds says."""
         table = _StepTable(self.facts, self.starts, self.spans, self.renewed, self.always, keeps)
         if whole_above is None:
@@ -146,9 +146,9 @@ class StepProgram:
         return table.seconds(limit)
 
     def kept_parts(self, load_cost: float) -> tuple[float, dict[tuple[int, int], float]] | None:
-        """Return the seconds of a shortest step, and by the identity of a value and the number of a gap which part of
-        the value is kept through it; ``load_cost`` as of ``_StepTable``, so the seconds hold up to that. None: the
-        solver has no answer."""
+        """Return the seconds of a shortest step, and by the identity of a value and the number of a gap the part that
+        is kept through it. ``load_cost``: as of ``_StepTable``, so the seconds hold up to that. None: the solver has no
+        answer."""
         table = _StepTable(self.facts, self.starts, self.spans, self.renewed, self.always, None, load_cost)
         if (solved := table.kept_bytes()) is None:
             return None
@@ -256,7 +256,7 @@ class _StepTable:
         )
 
     def _compute_done(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return what the stream has done at each row at least and at most."""
+        """Return the least and the most seconds of compute that the stream has done at each row."""
         starts, end = self.starts, self.facts.end
         rows = starts.rows
         least = np.cumsum(np.bincount(starts.ended[:end], self.compute, rows))
@@ -286,7 +286,7 @@ class _StepTable:
         _growth(program, program.require(last, 0.0), self.vars.done, 1.0)
 
     def _demand_bytes(self) -> None:
-        """What is kept through each row, has to be loaded by it, or is no longer ahead there."""
+        """Bytes that are kept through each row, have to be loaded by it, or are no longer ahead there."""
         program, rows, memory = self.program, self.starts.rows, self.facts.memory
         begin, end, by, until = (
             np.array([getattr(span, name) for span in self.spans], np.int64) for name in ("begin", "end", "by", "until")
@@ -309,7 +309,7 @@ class _StepTable:
         program.put(program.require(rows, np.cumsum(self.renewed.by) / memory), self.vars.fresh, 1.0)
 
     def _fill_memory(self) -> None:
-        """When a kernel ends, its own bytes, what is kept and what was loaded ahead fit."""
+        """When a kernel ends, its own bytes, kept bytes and those loaded ahead fit."""
         program, starts, facts, own = self.program, self.starts, self.facts, self.vars
         ahead = program.require(starts.rows, 0.0)
         for variables, entry in ((own.ahead, 1.0), (own.gone, 1.0), (own.loaded_then, -1.0), (own.at_start, -1.0)):
@@ -325,7 +325,7 @@ class _StepTable:
             program.put(room, variables, -1.0)
 
     def _close_the_ring(self) -> None:
-        """A step loads what its gaps have lost, each copy after its latency."""
+        """A step loads the bytes that its gaps have lost, each copy after its latency."""
         program, spans, memory = self.program, self.spans, self.facts.memory
         closed = program.require(1, self.loaded_in_all, equal=True)
         program.put(closed, self.vars.loaded[-1:], 1.0)
@@ -349,6 +349,6 @@ def _growth(program: Program, rows: Index, variables: Index, entry: float) -> No
 
 
 def _running(program: Program, rows: Index, variables: Index) -> None:
-    """Let ``variables`` be sums: each row is the difference of one to the one before."""
+    """Make ``variables`` running sums: each row is the difference of one to the one before."""
     program.put(rows, variables, 1.0)
     program.put(rows[1:], variables[:-1], -1.0)

@@ -60,9 +60,9 @@ class DeviceMemory:
     memory allows. Outputs of kernels are allocated when they are executed: kernels of a stream follow each other
     anyway, so allocating those early would gain nothing and take memory that reloads can use.
 
-    Every byte of the arena is either in the free list or in one copy: a permanent one, one that is reserved for its
-    next use (``_reserved``, by furthest next use), or one of ``held``, which only an eviction takes off the device.
-    ``pinned`` are the inputs of the vertex being executed.
+    Every byte of the arena is either in the free list or in one copy. A copy is permanent, or reserved for its next use
+    (``_reserved``, by furthest next use), or one of ``held``, which only an eviction takes off the device. ``pinned``
+    are the inputs of the vertex being executed.
     """
 
     def __init__(
@@ -309,8 +309,8 @@ class DeviceMemory:
     def _evict(self, aligned_size: int) -> AddressRange:
         """Evict held copies so that they and free blocks make ``aligned_size`` adjacent bytes, and return these.
 
-        Of all such ranges: one without a value that is needed only at the step's end, then the one whose copy with the
-        lowest rank has the highest rank (the policy's least willing victim), then the fewest bytes to offload, then the
+        Ranges without a value that is needed only at the step's end come first. Of these the one wins whose lowest
+        rank, that of the policy's least willing victim, is the highest; then the fewest bytes to offload; then the
         lowest address. Raises Infeasible.
         """
         victims = {copy.addr: copy for copy in self.held.values() if self._may_evict(copy)}

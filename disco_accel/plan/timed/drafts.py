@@ -18,7 +18,7 @@ from disco_accel.simulate.simulator import Machine
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
-    """What one draft is made with.
+    """The options of one draft.
 
     ``min_gap_ratio``: an activation is swappable only if one of its idle gaps is at least this many times its two
     copies (None: none is). ``resident_share``: the share of the memory, beside pinned bytes at their peak, for buffers
@@ -81,7 +81,7 @@ def draft_of(
 
 
 def seconds_if_all_resident(requirements: StepRequirements, machine: Machine, devices: Iterable[int]) -> float:
-    """Return the seconds of a step in this order with memory for everything: what may be resident is."""
+    """Return the seconds of a step in this order with memory for everything, where all that may be resident is."""
     plenty = dict.fromkeys(devices, 1 << 60)
     loaded = [i for i, buffer in enumerate(requirements.swappable) if buffer.may_be_resident]
     return schedule_step(requirements, machine, plenty, permanent=loaded).seconds
@@ -167,7 +167,7 @@ def outliers(requirements: StepRequirements, device: int) -> list[int]:
 
 
 def spare_bytes(draft: Draft, capacity: Mapping[int, int]) -> dict[int, Profile]:
-    """Return by device and position the bytes that are left beside what the vertex there cannot do without."""
+    """Return by device and position the bytes that are left beside the needs of the vertex there."""
     requirements, permanent = draft.requirements, set(draft.permanent)
     spare = {
         device: memory - requirements.pinned_bytes[device] - requirements.unevictable_bytes[device]

@@ -1,8 +1,8 @@
-"""Which swappable buffers stay on the device between two uses, as the step program would have it.
+"""Swappable buffers that stay on the device between two uses, because the step program keeps them.
 
 The program over time (``plan/bound/step_program.py``), in the serial order, says which part of each value a shortest
-step keeps through each gap between two uses. A draft holds these from use to use instead of giving up whatever is used
-furthest ahead: where the memory is fullest, around the loss, the two differ.
+step keeps through each gap between two uses. A draft holds these from use to use instead of evicting the buffer with
+the furthest next use. The two differ where the memory is fullest, around the loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kept = Mapping[int, frozenset[int]]
 time before its first."""
 
 _LOAD_COST = 1e-3
-"""Of equally long steps the one that loads least; it may be longer by a thousandth of what it loads."""
+"""Of equally long steps the one with the fewest loads; it may be longer by a thousandth of its loads."""
 
 
 def kept_gaps(requirements: StepRequirements, machine: Machine, memory: int) -> tuple[float, Kept] | None:
@@ -69,7 +69,7 @@ def _that_fit(every: Iterable[_Gap], requirements: StepRequirements, memory: int
 @dataclass(frozen=True, slots=True)
 class _Gap:
     """The gap of a buffer behind position ``begin``, before position ``end``; one ``around`` the step's boundary goes
-    on before position ``until``. ``part``: of its bytes, what the program keeps."""
+    on before position ``until``. ``part``: the share of its bytes that the program keeps."""
 
     buffer: int
     begin: int

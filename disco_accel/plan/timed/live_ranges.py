@@ -68,12 +68,12 @@ class LiveRange:
 class LiveRanges:
     """All live ranges of a scheduled step.
 
-    ``planned``: the vertices but for inputs, in order; ``all``: every live range by begin; ``by_value``: that of each
-    value, as it is named in the plan; ``positions``: which vertex of the serial order is the next at each tick;
-    ``ticks``: that of each of ``planned``; ``end``: the tick behind the last; ``waits_at_home``: by offload of a value
-    that changes over steps, the ids of those that used what its home held before; ``resident_ranges``: inputs that the
-    plan adds for ranges that are there when the step starts; ``merged``: reload that is part of an earlier one → that
-    one; ``tried``: how many offsets were looked for."""
+    ``planned``: the vertices but for inputs, in order. ``all``: every live range by begin. ``by_value``: the live range
+    of each value, as it is named in the plan. ``positions``: by tick, the next vertex of the serial order. ``ticks``:
+    the tick of each of ``planned``. ``end``: the tick behind the last. ``waits_at_home``: by offload of a value that
+    changes over steps, the ids of the users of the version before. ``resident_ranges``: inputs that the plan adds for
+    ranges that are there when the step starts. ``merged``: reload that is part of an earlier one → that one. ``tried``:
+    how many offsets were looked for."""
 
     requirements: StepRequirements
     positions: list[int]

@@ -1,9 +1,9 @@
 """The timed planner: swaps are scheduled first, offsets follow.
 
-A step is simulated in time with a counter of bytes (``swap_schedule``): first two steps in a row, whose middle shows
-which buffers are on the device at a step boundary, then one step from there. Several options are drafted. The fastest
-drafts get offsets (``packing``); one that does not fit is drafted again with less memory. The plan that is fastest in
-simulation wins.
+A step is simulated in time with a counter of bytes (``swap_schedule``). First two steps in a row are, whose middle
+shows which buffers are on the device at a step boundary; then one step from there. Several options are drafted. The
+fastest drafts get offsets (``packing``); one that does not fit is drafted again with less memory. The plan that is
+fastest in simulation wins.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _KEEPS_UP = 1.003
 """A draft that takes at most so many times a step with memory for everything does not wait for the link."""
 
 _GOOD = 1.003
-"""A draft that takes at most so many times what a step with memory for everything takes is not bettered."""
+"""A draft that takes at most so many times as long as a step with memory for everything is good enough."""
 
 _ANY = 1e9
 """As ``_GOOD`` where any plan will do: with infinity a search without a draft would be good enough, and end."""
@@ -155,7 +155,7 @@ class _DraftSearch:
             device.id: (device.memory - int(reserve * device.memory)) // device.alignment * device.alignment
             for device in graph.devices
         }
-        """What drafts may take of ``capacity``, less ``reserve``, a share of it."""
+        """The bytes of ``capacity`` that drafts may take: all but ``reserve``, a share of it."""
         self.kinds = _RequirementKinds(graph, machine, not_offloaded)
         self.programs: dict[_Kind, Kept | None] = {}
         self.attempted: set[tuple[DraftOptions, int | None, tuple[int, ...]]] = set()
@@ -191,9 +191,9 @@ class _DraftSearch:
     def run(self) -> None:
         """Draft, one option after the other, each on top of the best combination so far (coordinate descent).
 
-        Invariant: ``best`` only ever gets faster, so the order decides what is found. Gap ratios come first because the
-        others depend on which activations are swappable. No option is tried once a draft is within the floor, except
-        those that may save reloads without costing time."""
+        Invariant: ``best`` only ever gets faster, so the order decides which plan is found. Gap ratios come first
+        because the others depend on which activations are swappable. No option is tried once a draft is within the
+        floor, except those that may save reloads without costing time."""
         settings = self.settings
         first_share, *other_shares = settings.resident_shares
         for ratio in settings.min_gap_ratios:
@@ -215,8 +215,8 @@ class _DraftSearch:
     def run_in_ranges(self) -> None:
         """Draft anew with weights in ranges, of one size after the other, and give the drafts offsets.
 
-        The plan so far stays unless one of these is faster: ranges that have to lie side by side are harder to place,
-        so that a search with them from the start may find nothing that fits."""
+        The plan so far stays unless one of these is faster. Ranges that have to lie side by side are harder to place: a
+        search with them from the start may find no offsets."""
         memory = max(self.draft_capacity.values())
         best = self.best()
         small = len(self.graph.vertices) <= self.settings.descend_in_ranges_up_to
@@ -338,7 +338,7 @@ class _DraftSearch:
             self.drafted.append((draft, options))
 
     def _kept_gaps(self, options: DraftOptions) -> Kept | None:
-        """What the step program keeps of the buffers of a draft with these options."""
+        """Gaps through which the step program keeps the buffers of a draft with these options."""
         kind = options.low_peak_order, options.min_gap_ratio, self.range_bytes
         requirements = self.kinds.get(*kind)
         if kind not in self.programs and requirements is not None:

@@ -1,6 +1,6 @@
-"""What the timed planner tries: every move of its search is a field that can be switched off.
+"""The moves of the timed planner's search: each is a field that can be switched off.
 
-``python -m benchmarks.planner --ablate`` says what each is worth, in simulated step time and in CPU seconds of
+``python -m benchmarks.planner --ablate`` measures the worth of each, in simulated step time and in CPU seconds of
 planning, on graphs that none was tuned on (docs/planner.md). One that is worth less than half a percent is not here.
 """
 
@@ -30,8 +30,8 @@ class TimedSettings:
     """Draft in a serial order with a lower live peak. It counts where the given order is a bad one."""
 
     program_gaps_from: float = 1000
-    """Vertices of a graph from which on it is drafted, too, with what the step program keeps between two uses
-    (``kept_gaps.py``), if it has one device; infinity: never."""
+    """From so many vertices on, a graph of one device is drafted, too, with the gaps of the step program
+    (``kept_gaps.py``); infinity: never."""
 
     redrafts: int = 8
     """How often a draft without offsets is drafted again with less memory where its packing was above it; 0: never."""
@@ -43,8 +43,8 @@ class TimedSettings:
     """As ``range_shares``, of a graph that is larger than ``descend_in_ranges_up_to``; 1: none."""
 
     descend_in_ranges_up_to: int = 2000
-    """Vertices of a graph up to which all options are tried again with weights in ranges; of a larger one the best so
-    far alone, since each option takes a second or more of such a graph."""
+    """Up to so many vertices, all options are tried again with weights in ranges. Of a larger graph the best so far
+    alone is, since each option takes a second or more."""
 
     repacking_rounds: int = 60
     """Rounds in which buffers that lie above the memory are packed first; 0: none."""

@@ -17,13 +17,14 @@ from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.simulate.machine import Machine
 
 FRUGAL = replace(TimedSettings(), resident_shares=(0.0,), outliers_permanent=False)
-"""Only what makes a plan feasible, not what makes it fast: a draft for each gap ratio, its redrafts and its offsets."""
+"""Only moves that make a plan feasible, none that makes it fast: a draft for each gap ratio, its redrafts and
+offsets."""
 
 _STEP = 4
 """Sizes are tried from the largest vertex's need up, each larger than the one before by this part of it."""
 
 _WORTH = 5.0
-"""Seconds of counted work, beyond what the modest search takes, that are spent on the last few units."""
+"""Seconds of counted work that are spent on the last few units, after the modest search."""
 
 
 def plan_frugally(

@@ -265,10 +265,10 @@ def schedule_step(
 ) -> SwapSchedule:
     """Return a schedule of ``requirements`` within ``capacity`` bytes by device.
 
-    ``at_start``: buffers that are on the device at the start; ``at_end``: those that have to be there at the end, in
-    order of importance; ``permanent``: those that never leave, whose bytes are not part of the capacity. ``repeats``: a
-    next step starts with what is on the device, so that changed buffers which never leave need no write-back. ``kept``:
-    buffers that stay between two uses, where that leaves what every reader in between needs. Raises Infeasible, or
+    ``at_start``: buffers that are on the device at the start. ``at_end``: those that have to be there at the end, in
+    order of importance. ``permanent``: those that never leave, whose bytes are not part of the capacity. ``repeats``: a
+    next step starts with the buffers on the device, so that changed ones which never leave need no write-back.
+    ``kept``: buffers that stay between two uses, where every reader in between still has memory. Raises Infeasible, or
     ExtensionError where the library cannot be built.
     """
     memory = capacity, requirements.pinned_bytes, requirements.unevictable_bytes
@@ -318,7 +318,7 @@ def _in_pairs(kept: Kept) -> list[int]:
 
 
 class _SwapCall:
-    """What the library gets, with the arrays that this points to, and its ``answer``."""
+    """The arguments of the library, with the arrays that they point to, and its ``answer``."""
 
     def __init__(
         self,
