@@ -29,23 +29,14 @@ ALL = TimedSettings()
 WITHOUT: Mapping[str, TimedSettings] = {
     "min_gap_ratios": replace(ALL, min_gap_ratios=(None,)),
     "resident_shares": replace(ALL, resident_shares=ALL.resident_shares[:1]),
-    "share_step": replace(ALL, share_step=0.0),
     "outliers_permanent": replace(ALL, outliers_permanent=False),
     "low_peak_order": replace(ALL, low_peak_order=False),
     "program_gaps_from": replace(ALL, program_gaps_from=float("inf")),
-    "second_run": replace(ALL, second_run=False),
-    "prefetch_delays": replace(ALL, prefetch_delays=()),
-    "busy_link": replace(ALL, busy_link=float("inf")),
     "redrafts": replace(ALL, redrafts=0),
     "range_shares": replace(ALL, range_shares=()),
     "large_range_share": replace(ALL, large_range_share=1.0),
     "descend_in_ranges_up_to": replace(ALL, descend_in_ranges_up_to=0),
-    "work_in_ranges": replace(ALL, work_in_ranges=0.0),
-    "retry_bonus": replace(ALL, retry_bonus=0.0),
     "repacking_rounds": replace(ALL, repacking_rounds=0),
-    "drafting_share": replace(ALL, drafting_share=1.0),
-    "good": replace(ALL, good=1.0),
-    "least_cut": replace(ALL, least_cut=0.0),
 }
 """By move: the settings with that move switched off."""
 

@@ -34,24 +34,25 @@ class _QueuedCopies(_Run):
     def __init__(self, plan: Simulator, piece: float) -> None:
         super().__init__(plan, "priority", random.Random(0), 0.0, 1, CrossStepDependencies())
         self.piece = piece
-        self.left_of = list(self.seconds)
+        self.left_of = list(self.queues.seconds)
         self.is_link = [not name.startswith("compute") for name in plan.lane_names]
         self.queued: list[list[tuple[int, float, bool]]] = [[] for _ in plan.lane_names]
         """By link: vertex, seconds, whether it is the last piece."""
 
     def makespan(self) -> float:
         """Seconds of a step."""
+        lanes = self.queues
         for i in [i for i, waits in enumerate(self.waiting) if not waits]:
             self._ready(i)
         self._launch()
-        while self.running:
-            self.now = now = self.running[0][0]
-            while self.running and self.running[0][0] <= now:
-                _, i = heapq.heappop(self.running)
+        while lanes.running:
+            self.now = now = lanes.running[0][0]
+            while lanes.running and lanes.running[0][0] <= now:
+                _, i = heapq.heappop(lanes.running)
                 lane = self.plan.lanes[i]
-                self.stirred.add(lane)
+                lanes.stirred.add(lane)
                 last = self._end_piece(lane) if self.is_link[lane] else True
-                self.free[lane] += not self.is_link[lane]
+                lanes.free[lane] += not self.is_link[lane]
                 if last:
                     self._done(i)
             self._launch()
@@ -61,13 +62,14 @@ class _QueuedCopies(_Run):
         queued = self.queued[lane]
         *_, last = queued.pop(0)
         if queued:
-            heapq.heappush(self.running, (self.now + queued[0][1], queued[0][0]))
+            heapq.heappush(self.queues.running, (self.now + queued[0][1], queued[0][0]))
         return last
 
     def _launch(self) -> None:
-        for lane in [lane for lane in self.stirred if self.is_link[lane]]:
-            self.stirred.discard(lane)
-            ready, queued = self.queues[lane], self.queued[lane]
+        lanes = self.queues
+        for lane in [lane for lane in lanes.stirred if self.is_link[lane]]:
+            lanes.stirred.discard(lane)
+            ready, queued = lanes.queues[lane], self.queued[lane]
             while ready and len(queued) < DEPTH:
                 i = ready[0][1]
                 seconds = min(self.piece, self.left_of[i])
@@ -77,8 +79,8 @@ class _QueuedCopies(_Run):
                     heapq.heappop(ready)
                 queued.append((i, seconds, last))
                 if len(queued) == 1:
-                    heapq.heappush(self.running, (self.now + seconds, i))
-        super()._launch()
+                    heapq.heappush(lanes.running, (self.now + seconds, i))
+        lanes.launch(self.now, self.starts)
 
 
 def rows(plans: Iterator[tuple[str, MemGraph]], machine: Machine) -> Iterator[tuple[str, float, float, float]]:

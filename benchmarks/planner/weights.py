@@ -63,13 +63,13 @@ def row(name: str, instance: Instance, seconds: float) -> list[str]:
     began = time.perf_counter()
     found = solve(instance, seconds)
     took = time.perf_counter() - began
-    bound = min(found.bound.seconds, found.greedy.schedule.period)
-    times = [instance.l2l, found.star.schedule.period, found.greedy.schedule.period]
+    bound = min(found.bound, found.greedy.period)
+    times = [instance.l2l, found.star.period, found.greedy.period]
     return [
         name,
         f"{sum(layer.w for layer in instance.layers) / instance.memory:.2f}",
         f"{instance.sum_u:.3f}",
-        f"{bound / instance.sum_u:.3f}{'' if found.bound.optimal else ' *'}",
+        f"{bound / instance.sum_u:.3f}{'' if found.optimal else ' *'}",
         *(f"{seconds / bound:.3f}" for seconds in times),
         str(len(found.greedy.chosen)),
         f"{took:.1f}",
@@ -98,7 +98,7 @@ def plans(graph: TaskGraph, memory: int, bandwidth: float, seconds: float) -> li
     except (PlanError, ConfigError, Infeasible):
         return [*cells, "-", "-", "-"]
     verify(graph, plan)
-    times = [simulate(plan, machine).makespan, found.greedy.schedule.period, found.bound.seconds]
+    times = [simulate(plan, machine).makespan, found.greedy.period, found.bound]
     return [*cells, *(f"{seconds / bound:.3f}" for seconds in times)]
 
 

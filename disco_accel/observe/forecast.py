@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,12 @@ from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.files import write_atomically, write_memgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass
-from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import host_copy_exists, outlives_step
 from disco_accel.observe.report import table
 from disco_accel.observe.timeline import write_chrome_trace
 from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.summary import peak_bytes, staying, swapped_bytes
-from disco_accel.simulate.machine import LaneMap
 from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.sizes import format_size
 
@@ -51,11 +50,16 @@ class _Forecast:
     streamed: tuple[str, ...]
 
 
-def _event(vertex: Vertex, lanes: LaneMap, start: float) -> _SimulatedEvent:
-    copies = vertex.kind is VertexKind.COPY
-    lane = lanes.route_name(vertex.source, vertex.space) if copies else "compute0"
-    end = start + lanes.seconds(vertex)
-    return _SimulatedEvent(vertex.id, lane, start, start, end, vertex.sizes[0] if copies else 0)
+def _events(plan: MemGraph, machine: Machine, starts: Mapping[int, float]) -> Iterator[_SimulatedEvent]:
+    lanes = machine.lanes(plan.spaces)
+    for vertex in plan.vertices:
+        if vertex.kind is VertexKind.INPUT:
+            continue
+        copies = vertex.kind is VertexKind.COPY
+        lane = lanes.route_name(vertex.source, vertex.space) if copies else "compute0"
+        start = starts[vertex.id]
+        end = start + lanes.seconds(vertex)
+        yield _SimulatedEvent(vertex.id, lane, start, start, end, vertex.sizes[0] if copies else 0)
 
 
 def forecast(
@@ -74,10 +78,7 @@ def forecast(
     bytes of another one, for another device.
     """
     run = simulate(plan, machine)
-    lanes = machine.lanes(plan.spaces)
-    events = tuple(
-        _event(vertex, lanes, run.starts[vertex.id]) for vertex in plan.vertices if vertex.kind is not VertexKind.INPUT
-    )
+    events = tuple(_events(plan, machine, run.starts))
     clean = [v for v in graph.vertices if host_copy_exists(v) and v.sizes[0]]
     stays = staying(plan)
     bound = bound_of(graph, machine)

@@ -164,6 +164,7 @@ class _Choice:
                 settings=replace(_SETTINGS, min_gap_ratios=(self.ratio,)),
                 reserve=self.reserve,
                 not_offloaded=kept(self.row[:count]),
+                any_plan=True,
             )
         return self.judged[count]
 

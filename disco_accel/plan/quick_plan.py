@@ -19,10 +19,8 @@ from disco_accel.simulate.simulator import simulate
 _SETTINGS = replace(
     TimedSettings(),
     resident_shares=(0.0, 0.5, 0.9),
-    share_step=0.0,
     outliers_permanent=False,
     low_peak_order=False,
-    second_run=False,
 )
 """Fewer drafts, and as much work on their offsets: in little memory, where a choice matters, fewer rounds of those find
 no plan."""

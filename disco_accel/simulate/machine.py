@@ -76,12 +76,12 @@ class Machine:
         """Return this machine with other links for the routes of ``changed``."""
         return replace(self, links={**self.links, **changed})
 
-    def lanes(self, spaces: Iterable[Space]) -> LaneMap:
+    def lanes(self, spaces: Iterable[Space]) -> _LaneMap:
         """Return where the vertices of a graph with ``spaces`` run on this machine."""
-        return LaneMap(self, spaces)
+        return _LaneMap(self, spaces)
 
 
-class LaneMap:
+class _LaneMap:
     """Where the vertices of a graph run on a machine: the kernels of a device in its streams, copies on the link of
     their route."""
 
@@ -134,6 +134,6 @@ class LaneMap:
 
 
 def _devices(route: Route, source: int, target: int) -> tuple[int, ...]:
-    """The ends of a copy that have a link of their own: devices; of one that touches none, what it reads."""
+    """The ends of a copy that have a link of their own: its devices, or its source where it touches none."""
     ends = tuple(end for kind, end in zip(route, (source, target), strict=True) if kind is SpaceKind.DEVICE)
     return ends or (source,)

@@ -18,7 +18,7 @@ from disco_accel.simulate.machine import SCOPES, Link, Machine
 logger = logging.getLogger("disco_accel")
 
 IGNORED = "ignored in the machine file"
-"""What the warning of keys that mean nothing begins with."""
+"""The begin of the warning of keys that mean nothing."""
 
 _MAX_BYTES = 1 << 20
 _LARGEST = 1e30

@@ -15,8 +15,8 @@ from disco_accel.simulate.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What a device sustains: FLOP/s of matrix products in 16 and in 32 bits, bytes/s of its memory, seconds that any
-    kernel takes, and the links that go with it. ``name`` says which device that is."""
+    """Rates of a device: FLOP/s of matrix products in 16 and in 32 bits, bytes/s of its memory, seconds that any kernel
+    takes, and the links that go with it. ``name`` says which device that is."""
 
     name: str
     half: float

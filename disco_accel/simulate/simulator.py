@@ -141,6 +141,46 @@ class Simulator:
         return level
 
 
+class _LaneQueues:
+    """Vertices that are ready or run on the lanes of a plan: those of lane ``l`` are in ``queues[l]`` by their key."""
+
+    def __init__(self, plan: Simulator, seconds: Sequence[float], dispatch: str, rng: random.Random) -> None:
+        self.lanes = plan.lanes
+        self.seconds = seconds
+        self.dispatch = dispatch
+        self.rng = rng
+        self.free = list(plan.width)
+        self.queues: list[list[tuple[float, int]]] = [[] for _ in plan.lane_names]
+        self.stirred: set[int] = set()
+        """Lanes with a new vertex in their queue, or with one more free, since the last launch: no other can start."""
+        self.running: list[tuple[float, int]] = []
+        self.busy = [0.0] * len(plan.lane_names)
+
+    def add(self, i: int, now: float) -> None:
+        """Put vertex ``i``, which is ready, in the queue of its lane."""
+        key = float(i)
+        if self.dispatch == "fifo":
+            key = now
+        elif self.dispatch == "random":
+            key = self.rng.random()
+        lane = self.lanes[i % len(self.lanes)]
+        heapq.heappush(self.queues[lane], (key, i))
+        self.stirred.add(lane)
+
+    def launch(self, now: float, starts: list[float]) -> None:
+        """Start the vertices that can run, and note the time in ``starts``."""
+        free, seconds = self.free, self.seconds
+        for lane in self.stirred:
+            queue = self.queues[lane]
+            while queue and free[lane]:
+                _, i = heapq.heappop(queue)
+                free[lane] -= 1
+                self.busy[lane] += seconds[i]
+                starts[i] = now
+                heapq.heappush(self.running, (now + seconds[i], i))
+        self.stirred.clear()
+
+
 class _Run:
     """One simulation. Vertex i of step s has the number ``s * count + i``."""
 
@@ -154,14 +194,13 @@ class _Run:
         cross_step: CrossStepDependencies,
     ) -> None:
         self.plan = plan
-        self.dispatch = dispatch
-        self.rng = rng
         self.steps = steps
         self.cross_step = cross_step
         self.count = count = len(plan.ids)
-        self.seconds: Sequence[float] = plan.seconds * steps
+        seconds: Sequence[float] = plan.seconds * steps
         if jitter:
-            self.seconds = [each * rng.uniform(1 - jitter, 1 + jitter) for each in self.seconds]
+            seconds = [each * rng.uniform(1 - jitter, 1 + jitter) for each in seconds]
+        self.queues = _LaneQueues(plan, seconds, dispatch, rng)
         later = [waits + more for waits, more in zip(plan.waiting, cross_step.waiting(count), strict=True)]
         self.waiting = plan.waiting + later * (steps - 1)
         self.successors = plan.successors
@@ -173,12 +212,6 @@ class _Run:
                     self.waiting[step * count + then] += 1
         self.outs_left = [sum(plan.out)] * steps
         self.work_left = [cross_step.work] * steps
-        self.free = list(plan.width)
-        self.queues: list[list[tuple[float, int]]] = [[] for _ in plan.lane_names]
-        self.stirred: set[int] = set()
-        """Lanes with a new vertex in their queue, or with one more free, since the last launch: no other can start."""
-        self.running: list[tuple[float, int]] = []
-        self.busy = [0.0] * len(plan.lane_names)
         self.starts = [-1.0] * (count * steps)
         self.left = count * steps
         self.now = 0.0
@@ -189,42 +222,34 @@ class _Run:
         ready = [i for i, waits in enumerate(self.waiting) if not waits]
         for i in ready:
             self._ready(i)
-        running, free, lanes, count = self.running, self.free, self.plan.lanes, self.count
-        self._launch()
+        queues, lanes, count, starts = self.queues, self.plan.lanes, self.count, self.starts
+        running, free, stirred = queues.running, queues.free, queues.stirred
+        queues.launch(0.0, starts)
         while running:
             self.now = now = running[0][0]
             while running and running[0][0] <= now:
                 _, i = heapq.heappop(running)
-                free[lanes[i % count]] += 1
-                self.stirred.add(lanes[i % count])
+                lane = lanes[i % count]
+                free[lane] += 1
+                stirred.add(lane)
                 self._done(i)
-            self._launch()
+            queues.launch(now, starts)
         if self.left:
             stuck = [str(self.plan.ids[i % self.count]) for i, start in enumerate(self.starts) if start < 0]
             raise Stalled(
                 f"the plan cannot run to its end: {self.left} vertices never start, among them {', '.join(stuck[:3])}"
             )
-        busy = {name: busy for name, busy in zip(self.plan.lane_names, self.busy, strict=True) if busy}
-        starts = {vertex: self.starts[i] for i, vertex in enumerate(self.plan.ids) if not self.plan.inputs[i]}
-        return Simulation(self.now, busy, starts)
+        busy = {name: busy for name, busy in zip(self.plan.lane_names, queues.busy, strict=True) if busy}
+        return Simulation(
+            self.now, busy, {vertex: starts[i] for i, vertex in enumerate(self.plan.ids) if not self.plan.inputs[i]}
+        )
 
     def _ready(self, i: int) -> None:
-        place = i % self.count
-        if self.plan.inputs[place]:
+        if self.plan.inputs[i % self.count]:
             self.starts[i] = self.now
             self._done(i)
         elif self.level is None or self.level.admits(i):
-            self._queue(i)
-
-    def _queue(self, i: int) -> None:
-        key = float(i)
-        if self.dispatch == "fifo":
-            key = self.now
-        elif self.dispatch == "random":
-            key = self.rng.random()
-        lane = self.plan.lanes[i % self.count]
-        heapq.heappush(self.queues[lane], (key, i))
-        self.stirred.add(lane)
+            self.queues.add(i, self.now)
 
     def _done(self, i: int) -> None:
         self.left -= 1
@@ -241,7 +266,7 @@ class _Run:
             self._release_next(step, place)
         if self.level is not None and not self.plan.inputs[place]:
             for waiting in self.level.finish(i):
-                self._queue(waiting)
+                self.queues.add(waiting, self.now)
 
     def _release_next(self, step: int, place: int) -> None:
         first = (step + 1) * self.count
@@ -257,18 +282,6 @@ class _Run:
         self.waiting[i] -= 1
         if not self.waiting[i]:
             self._ready(i)
-
-    def _launch(self) -> None:
-        free, seconds = self.free, self.seconds
-        for lane in self.stirred:
-            queue = self.queues[lane]
-            while queue and free[lane]:
-                _, i = heapq.heappop(queue)
-                free[lane] -= 1
-                self.busy[lane] += seconds[i]
-                self.starts[i] = self.now
-                heapq.heappush(self.running, (self.now + seconds[i], i))
-        self.stirred.clear()
 
 
 class _Levels:

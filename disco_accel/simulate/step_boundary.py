@@ -22,8 +22,8 @@ _Range = tuple[int, int, Ref]
 class CrossStepDependencies:
     """Vertices by their number in the order of the plan.
 
-    ``successors``: vertex of a step → the vertices of the next step that wait for it; ``workers``: kernels and
-    transfers, all of which must have ended before any of ``gated`` starts in the next step; ``within``: pairs of one
+    ``successors``: vertex of a step → the vertices of the next step that wait for it. ``workers``: kernels and
+    transfers, all of which must have ended before any of ``gated`` starts in the next step. ``within``: pairs of one
     step, an input of the user's that nobody reads and a vertex that writes over it, which waits for it.
     """
 

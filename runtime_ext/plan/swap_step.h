@@ -33,7 +33,7 @@ struct Array {
   const Int* end() const { return items + count; }
 };
 
-// swap_tables.py says what these are. Devices are numbered from 0 on; of `pinned` and `unpromised`
+// swap_schedule.py says what these are. Devices are numbered from 0 on; of `pinned` and `unpromised`
 // each has a row of one more than there are positions.
 struct Step {
   Int positions, vertices, devices, buffers;

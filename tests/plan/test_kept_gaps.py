@@ -12,7 +12,7 @@ from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import SearchWork
-from disco_accel.plan.timed.drafts import DraftChoice, draft_of
+from disco_accel.plan.timed.drafts import draft_of
 from disco_accel.plan.timed.kept_gaps import kept_gaps
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.search import build_in_ranges, build_timed
@@ -69,9 +69,10 @@ def test_what_is_kept_fits_beside_what_every_kernel_needs() -> None:
                 continue
             program = kept_gaps(requirements, MACHINE, memory)
             assert program is not None
+            _, kept = program
             if min(left_over(requirements, memory, {})) >= 0:
-                assert min(left_over(requirements, memory, dict(program.kept))) >= 0
-                kept_at_all += sum(map(len, program.kept.values()))
+                assert min(left_over(requirements, memory, dict(kept))) >= 0
+                kept_at_all += sum(map(len, kept.values()))
     assert kept_at_all > 300
 
 
@@ -81,11 +82,12 @@ def test_a_draft_with_the_programs_gaps_is_about_as_fast_as_the_program() -> Non
     requirements = requirements_of(graph, MACHINE, None)
     program = kept_gaps(requirements, MACHINE, 8000)
     assert program is not None
-    through_loss = [i for i, behind in program.kept.items() if min(requirements.swappable[i].uses) in behind]
+    seconds, kept = program
+    through_loss = [i for i, behind in kept.items() if min(requirements.swappable[i].uses) in behind]
     assert len(through_loss) == 2
-    draft = draft_of(requirements, MACHINE, {0: 8000}, DraftChoice((), program.kept), cyclic=True)
-    assert draft.schedule.seconds <= 1.1 * program.seconds
-    nothing_kept = draft_of(requirements, MACHINE, {0: 8000}, DraftChoice(()), cyclic=True)
+    draft = draft_of(requirements, MACHINE, {0: 8000}, (), kept, cyclic=True)
+    assert draft.schedule.seconds <= 1.1 * seconds
+    nothing_kept = draft_of(requirements, MACHINE, {0: 8000}, (), {}, cyclic=True)
     assert draft.schedule.reloaded <= nothing_kept.schedule.reloaded
 
 

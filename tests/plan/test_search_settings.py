@@ -75,7 +75,6 @@ def test_an_option_that_is_switched_off_is_never_drafted(monkeypatch: pytest.Mon
     chosen: dict[str, Callable[[DraftOptions], bool]] = {
         "min_gap_ratios": lambda options: options.min_gap_ratio is not None,
         "resident_shares": lambda options: options.resident_share in settings.resident_shares[1:],
-        "share_step": lambda options: options.resident_share not in settings.resident_shares,
         "outliers_permanent": lambda options: options.outliers_permanent,
         "program_gaps_from": lambda options: options.program_gaps,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound.ladder import ROWS, explain
-from disco_accel.plan.bound.plan_replay import Relaxation, Replay, ReplayMemory
+from disco_accel.plan.bound.plan_replay import Replay, _ReplayMemory
 from disco_accel.plan.bound.why_text import as_text
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from tests.support.faults.range_faults import ranged_plans
@@ -90,17 +89,17 @@ def test_rows_add_up_and_none_is_negative() -> None:
 def test_a_replay_without_relaxation_is_the_simulation() -> None:
     for plan, machine in some_plans():
         run = simulate(plan, machine)
-        assert Replay(plan, machine, run).seconds(Relaxation()) == pytest.approx(run.makespan, rel=1e-12)
+        assert Replay(plan, machine, run).seconds() == pytest.approx(run.makespan, rel=1e-12)
 
 
 def test_each_relaxation_lets_a_plan_off_more() -> None:
     for plan, machine in some_plans():
         replay = Replay(plan, machine, simulate(plan, machine))
-        asked = Relaxation()
-        last = replay.seconds(asked)
+        asked: dict[str, bool] = {}
+        last = replay.seconds()
         for name in ("anywhere", "free_offloads", "fine", "no_latency"):
-            asked = replace(asked, **{name: True})
-            seconds = replay.seconds(asked)
+            asked[name] = True
+            seconds = replay.seconds(**asked)
             assert seconds <= last * (1 + 1e-12), name
             last = seconds
 
@@ -126,7 +125,7 @@ def test_memory_gives_back_the_first_second_that_is_enough() -> None:
     """Against a sum by hand, in any order of what is given back."""
     for seed in range(50):
         rng = random.Random(seed)
-        memory, promised = ReplayMemory(10), 0
+        memory, promised = _ReplayMemory(10), 0
         given: list[tuple[float, int]] = []
         for _ in range(20):
             if (given and rng.random() < 0.5) or promised < 10:

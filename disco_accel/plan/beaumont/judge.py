@@ -20,8 +20,9 @@ Span = tuple[float, float]
 def check_schedule(instance: Instance, schedule: Schedule) -> None:
     """Raise VerifyError, naming layer or op, unless ``schedule`` can be repeated step after step.
 
-    Ops run one after the other in order; each direction of the link carries one copy at a time, at the bandwidth; what
-    is away was written since its update, and is back before its next use; the memory is never exceeded.
+    Ops run one after the other in order. Each direction of the link carries one copy at a time, at the bandwidth.
+    Weights that are away were written since their update, and are back before their next use. The memory is never
+    exceeded.
     """
     clock = _Clock(instance, schedule)
     _check_ops(clock)

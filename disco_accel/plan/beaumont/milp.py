@@ -1,9 +1,9 @@
 """A lower bound of the step over all choices of gaps and all schedules: a mixed integer program, solved by HiGHS.
 
-Each op is followed by an idle time, to be kept short in sum. Which gaps are used is 0 or 1; how many bytes of each are
-read, and of each layer written, is free in every op and every idle time, as long as the link keeps up. Memory is
-counted only when an op starts and when it ends. Every schedule that ``weights_judge`` accepts obeys this, so no step
-is shorter than the optimum, nor than the bound that HiGHS has proven when its time is up.
+Each op is followed by an idle time, to be kept short in sum. Whether a gap is used is 0 or 1. How many bytes of each
+are read, and of each layer written, is free in every op and every idle time, as long as the link keeps up. Memory is
+counted only when an op starts and when it ends. Every schedule that ``weights_judge`` accepts obeys this, so no step is
+shorter than the optimum, nor than the bound that HiGHS has proven when its time is up.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,34 +24,27 @@ MANY_VARIABLES = 100_000
 """The program grows with the square of the layers; HiGHS does not look at the time while it prepares a larger one."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepBound:
-    """No step is shorter than ``seconds``; ``optimal``: that is the program's optimum, or a schedule attains it."""
+def lower_bound(instance: Instance, limit: float, attained: float = math.inf) -> tuple[float, bool]:
+    """Return seconds than which no step is shorter, and whether that is the program's optimum or a schedule attains it.
 
-    seconds: float
-    optimal: bool
-
-
-def lower_bound(instance: Instance, limit: float, attained: float = math.inf) -> StepBound:
-    """The bound that HiGHS proves within ``limit`` seconds, or sooner: ``attained`` is the step of a known schedule.
+    HiGHS proves the bound within ``limit`` seconds, or sooner: ``attained`` is the step of a known schedule.
 
     First as if the weights were frozen: without writes the program is a third as large, and a bound all the same.
     """
-    best = StepBound(instance.sum_u, not (instance.excess(()) > 0).any())
+    best, optimal = instance.sum_u, not (instance.excess(()) > 0).any()
     began = time.perf_counter()
     stages = [replace(instance, frozen=True)] if instance.frozen else [replace(instance, frozen=True), instance]
     for stage in stages:
-        if best.seconds >= attained * (1 - GAP):
-            best = StepBound(best.seconds, True)
+        optimal |= best >= attained * (1 - GAP)
         left = limit - (time.perf_counter() - began)
-        if best.optimal or left <= 0 or (4 if stage.frozen else 12) * len(instance.layers) ** 2 > MANY_VARIABLES:
+        if optimal or left <= 0 or (4 if stage.frozen else 12) * len(instance.layers) ** 2 > MANY_VARIABLES:
             break
-        solved = _solved(stage, left)
-        best = StepBound(max(best.seconds, solved.seconds), solved.optimal and stage.frozen == instance.frozen)
-    return StepBound(best.seconds, best.optimal or best.seconds >= attained * (1 - GAP))
+        seconds, solved = _solved(stage, left)
+        best, optimal = max(best, seconds), solved and stage.frozen == instance.frozen
+    return best, bool(optimal or best >= attained * (1 - GAP))
 
 
-def _solved(instance: Instance, limit: float) -> StepBound:
+def _solved(instance: Instance, limit: float) -> tuple[float, bool]:
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array
 
@@ -72,7 +65,7 @@ def _solved(instance: Instance, limit: float) -> StepBound:
     )
     proven = result.mip_dual_bound
     idle = 0.0 if proven is None or not np.isfinite(proven) else max(0.0, float(proven)) * program.unit
-    return StepBound(instance.sum_u + idle, result.status == 0)
+    return instance.sum_u + idle, result.status == 0
 
 
 class _Program:

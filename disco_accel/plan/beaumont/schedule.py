@@ -44,8 +44,8 @@ class Copy:
 class Schedule:
     """A step of ``period`` seconds that is repeated: when each op starts, by its number, and all copies.
 
-    From the end of a gap's first op its weights take memory only as far as they have not been written since their
-    update (frozen ones: none at all), and again as far as they have been read.
+    From the end of a gap's first op only those bytes of its weights take memory that are not yet written since their
+    update (of frozen ones none), or that have been read again.
     """
 
     period: float
@@ -75,7 +75,7 @@ class _Write:
     layer: int
     left: float
     gap: tuple[int, WeightGap] | None = None
-    """The gap that has begun meanwhile, with the position of its read's op: what is written is freed at once."""
+    """The gap that has begun meanwhile, with the position of its read's op: bytes are freed as they are written."""
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class _Mark:
 
 
 class _Cut:
-    """The ops of ``instance`` from op ``first`` on, by position, what the choice of gaps does there, and the ``room``
+    """The ops of ``instance`` from op ``first`` on, by position, the gaps that begin and end there, and the ``room``
     that reads ahead have left."""
 
     def __init__(self, instance: Instance, chosen: Sequence[WeightGap], first: int, periods: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from disco_accel.plan.beaumont.judge import check_schedule
-from disco_accel.plan.beaumont.milp import StepBound, lower_bound
+from disco_accel.plan.beaumont.milp import lower_bound
 from disco_accel.plan.beaumont.schedule import EFFORT, Schedule, best_schedule
 from disco_accel.plan.beaumont.selection import Instance, WeightGap, select, without_superfluous
 
@@ -17,34 +17,29 @@ _MOST = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Greedy:
-    """``chosen`` in the order of choice, and its best schedule, which the judge has accepted."""
-
-    chosen: tuple[WeightGap, ...]
-    schedule: Schedule
-
-
-@dataclass(frozen=True, slots=True)
 class Solution:
-    """``star`` follows Beaumont's greedy without the discount, ``greedy`` is the best found; ``bound``: no step of any
-    choice of gaps is shorter."""
+    """Schedules that the judge has accepted, each with its gaps in the order of choice.
+
+    ``star`` follows Beaumont's greedy without the discount, ``greedy`` is the best found; ``bound``: seconds than which
+    no step of any choice of gaps is shorter; ``optimal``: that is the program's optimum, or ``greedy`` attains it."""
 
     instance: Instance
-    greedy: Greedy
-    star: Greedy
-    bound: StepBound
+    greedy: Schedule
+    star: Schedule
+    bound: float
+    optimal: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``disco-accel weights`` prints: seconds; in ``chosen`` layers count from 1, and the second number is 1
+        """The output of ``disco-accel weights``: seconds. In ``chosen`` layers count from 1, and the second number is 1
         for a gap across steps, 0 for one inside a step."""
         chosen = [[gap.layer + 1, int(gap.across)] for gap in self.greedy.chosen]
         return {
             "sum_u": self.instance.sum_u,
             "l2l": self.instance.l2l,
-            "greedy": {"time": self.greedy.schedule.period, "chosen": chosen},
-            "greedy_star": self.star.schedule.period,
-            "lower_bound": min(self.bound.seconds, self.greedy.schedule.period),
-            "optimal": self.bound.optimal,
+            "greedy": {"time": self.greedy.period, "chosen": chosen},
+            "greedy_star": self.star.period,
+            "lower_bound": min(self.bound, self.greedy.period),
+            "optimal": self.optimal,
         }
 
 
@@ -58,22 +53,22 @@ def solve(instance: Instance, milp_seconds: float) -> Solution:
         brief = [best_schedule(instance, choice, EFFORT // 50).period for choice in choices]
         choices = [choices[i] for i in sorted(range(len(choices)), key=brief.__getitem__)[:_MOST]]
     for choice in choices:
-        if best.schedule.period <= instance.sum_u * (1 + _ROUNDING):
+        if best.period <= instance.sum_u * (1 + _ROUNDING):
             break
         greedy = _scheduled(instance, choice)
-        if greedy.schedule.period < best.schedule.period * (1 - _ROUNDING):
+        if greedy.period < best.period * (1 - _ROUNDING):
             best = greedy
     for answer in (star, best):
-        check_schedule(instance, answer.schedule)
-    return Solution(instance, best, star, lower_bound(instance, milp_seconds, best.schedule.period))
+        check_schedule(instance, answer)
+    return Solution(instance, best, star, *lower_bound(instance, milp_seconds, best.period))
 
 
 def _choices(instance: Instance) -> list[list[WeightGap]]:
     """Choices of gaps worth a schedule.
 
     With spare memory for weights that arrive while a layer runs, which keeps the compute busy, and without, which
-    copies fewer bytes; with writes priced, and as if they were free, which is right where the other direction of the
-    link is busier; and all gaps, which copies most but never waits for memory.
+    copies fewer bytes. With writes priced, and as if they were free, which is right where the other direction of the
+    link is busier. All gaps, which copies most but never waits for memory.
     """
     choices = []
     for priced in (instance,) if instance.frozen else (instance, replace(instance, frozen=True)):
@@ -91,5 +86,5 @@ def _fitting(instance: Instance, chosen: Sequence[WeightGap]) -> list[WeightGap]
     return [*chosen, *(gap for gap in instance.gaps() if gap not in set(chosen))]
 
 
-def _scheduled(instance: Instance, chosen: Sequence[WeightGap]) -> Greedy:
-    return Greedy(tuple(chosen), best_schedule(instance, chosen))
+def _scheduled(instance: Instance, chosen: Sequence[WeightGap]) -> Schedule:
+    return replace(best_schedule(instance, chosen), chosen=tuple(chosen))

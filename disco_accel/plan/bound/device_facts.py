@@ -1,4 +1,4 @@
-"""One device of a step as a bound sees it: what its kernels read and write, by their positions in the serial order."""
+"""One device of a step for a bound: the values that its kernels read and write, by positions in the serial order."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def outputs_of(vertex: Vertex) -> Iterator[tuple[Ref, int]]:
 class DeviceValue:
     """``uses``: positions that read it, ascending; ``made``: the position that writes it, -1 for an input.
 
-    ``starts_on_host``: the host has it when a step starts; ``changed``: kernels change it, so that the next step starts
-    with another content; ``host_updated``: the host does between two steps, so that each step loads it; ``at_home``:
+    ``starts_on_host``: the host has it when a step starts. ``changed``: kernels change it, so that the next step starts
+    with another content. ``host_updated``: the host does between two steps, so that each step loads it. ``at_home``:
     kernels of a host device do, so that each step loads it too, maybe before it starts.
     """
 

@@ -1,15 +1,15 @@
-"""A ladder from a plan's simulated step down to the bound: each rung is let off one thing more, and the differences are
-the rows of a sum.
+"""A ladder from a plan's simulated step down to the bound: each rung is free of one constraint more, and the
+differences are the rows of a sum.
 
-The upper rungs run the plan again in the order in which it ran (``plan_replay.py``); the lower ones are the step
-program with what the plan keeps, with whole values, and with parts of them (``program_of_plan.py``). No rung is above
-the one before: each schedule of one is a schedule of the next.
+The upper rungs run the plan again in the order in which it ran (``plan_replay.py``). The lower ones are the step
+program with the plan's kept values, with whole values, and with parts of them (``program_of_plan.py``). No rung is
+above the one before: each schedule of one is a schedule of the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from disco_accel.errors import ConfigError
@@ -19,8 +19,8 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.plan.bound.link_time import LinkTime, link_times
 from disco_accel.plan.bound.lower_bound import Bound, bound_of, bound_within_memory
 from disco_accel.plan.bound.peak_kernel_cost import bound_without_peaks
-from disco_accel.plan.bound.plan_replay import Relaxation, Replay, without_latency
-from disco_accel.plan.bound.program_of_plan import ProgramOfPlan, one_stream
+from disco_accel.plan.bound.plan_replay import Replay, without_latency
+from disco_accel.plan.bound.program_of_plan import one_stream, program_of_plan
 from disco_accel.plan.bound.waits import Wait, waits_for_copies
 from disco_accel.plan.summary import swapped_bytes
 from disco_accel.simulate.machine import Machine
@@ -37,7 +37,7 @@ ROWS = {
     "kernel_order": "kernels in the plan's order, where dependencies leave another open",
     "rest": "loads beyond the bound's, their order, and the order of kernels",
 }
-"""What each row is, in words."""
+"""The rows in words."""
 
 _WHOLE_SECONDS = 10.0
 _WHOLE_PART = 2000
@@ -47,9 +47,9 @@ _WHOLE_PART = 2000
 @dataclass(frozen=True, slots=True)
 class Why:
     """``step``: the plan's simulated seconds; ``bound``: of its graph, all parts; ``rows``: seconds by the names of
-    ``ROWS``, the sum of which is ``step`` less ``bound.bound``. ``reload_bytes``: the plan's; ``links``: the time of
-    each link that loads; ``waits``: the longest of kernels for copies, and ``waited`` all of them together; ``dip``:
-    seconds of the bound that it would lose if no kernel took more than 99 in 100 do."""
+    ``ROWS``, the sum of which is ``step`` less ``bound.bound``. ``reload_bytes``: the plan's. ``links``: the time of
+    each link that loads. ``waits``: the longest of kernels for copies, and ``waited`` all of them together. ``dip``:
+    seconds that the bound loses if no kernel takes more bytes than 99 in 100 do."""
 
     step: float
     bound: Bound
@@ -68,7 +68,7 @@ class Why:
 
     @property
     def sentence(self) -> str:
-        """What costs most, in words."""
+        """The largest cost, in words."""
         bound = self.bound.bound
         if self.distance <= 1e-4 * self.step or not bound:
             return f"The plan takes {self.step:.4g} s, which no plan beats by more than a ten thousandth."
@@ -99,21 +99,19 @@ def explain(plan: MemGraph, machine: Machine | None = None, *, search: float = _
     without = bound_within_memory(graph, instant, bound.critical_path) if alone else bound_of(graph, instant)
     floor = without.bound
     replay = Replay(plan, machine, run)
-    anywhere = Relaxation(anywhere=True)
-    unloaded = replace(anywhere, free_offloads=True)
-    fine = replace(unloaded, fine=True)
     rungs = [run.makespan]
-    for relaxed in (anywhere, unloaded, fine):
-        rungs.append(min(rungs[-1], replay.seconds(relaxed)))
-    streamed = max(floor, min(rungs[-1], replay.seconds(replace(fine, no_latency=True))))
+    rungs.append(min(rungs[-1], replay.seconds(anywhere=True)))
+    rungs.append(min(rungs[-1], replay.seconds(anywhere=True, free_offloads=True)))
+    rungs.append(min(rungs[-1], replay.seconds(anywhere=True, free_offloads=True, fine=True)))
+    instantly = replay.seconds(anywhere=True, free_offloads=True, fine=True, no_latency=True)
+    streamed = max(floor, min(rungs[-1], instantly))
     rows = dict(zip(("addresses", "offloads", "whole_places"), _differences(rungs), strict=True))
     rows["latency"] = (rungs[-1] - streamed) - (bound.bound - floor)
     if alone:
         started = sorted(run.starts, key=lambda vertex: run.starts[vertex])
-        own = ProgramOfPlan(plan, instant, started)
-        program = own.in_order
+        program, keeps = program_of_plan(plan, instant, started)
         parts = max(floor, program.seconds())
-        kept = max(parts, program.seconds(own.keeps))
+        kept = max(parts, program.seconds(keeps))
         whole_above = plan.devices[0].memory // _WHOLE_PART
         whole = min(kept, max(parts, program.seconds(whole_above=whole_above, limit=search)))
         lower = [streamed, kept, whole, parts, floor]

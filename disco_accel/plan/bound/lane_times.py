@@ -2,17 +2,17 @@
 
 All rest on one fact. Vertices S run on a lane that takes ``width`` of them at a time; none starts before second ``r``
 and all have ended ``q`` seconds before the end T. In the T - q - r seconds between, the lane can do ``width`` times as
-many seconds of work, and the work is the sum of their seconds p. So T >= r + sum(p) / width + q, whatever the order.
+many seconds of work, and the work is the sum of their seconds p. So T >= r + sum(p) / width + q in any order.
 
-- What all must have ended when a vertex starts, S among its ancestors, gives its ``head``: with q = 0, the largest
+- Sets S of a vertex's ancestors, which must have ended when it starts, give its ``head``. With q = 0 it is the largest
   r + sum(p) / width over the sets S of those with a head of at least r.
 - The same in time reversed, among its descendants, gives its ``tail``.
-- The largest of all S of a lane is found without looking at each: it is the time that the lane would take if it ran, at
-  each moment, the vertex with the longest tail among those that can have started, and might put it aside for another
-  (Horn 1974; heads and tails of one-machine problems, Carlier 1982).
+- The largest of all S of a lane is found without looking at each. It is the time of a lane that may interrupt vertices,
+  and always runs the one with the longest tail of those that can have started (Horn 1974; heads and tails: Carlier
+  1982).
 
-Any subset of the ancestors gives a valid head, so only those are looked at that stand at most ``_WINDOW`` places
-before, and only where ways join: a vertex with one predecessor starts when that has ended.
+Any subset of the ancestors gives a valid head, so only those at most ``_WINDOW`` places before are looked at, and only
+where ways join. A vertex with one predecessor starts when that has ended.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _all_done(heads: NDArray[np.float64], shares: NDArray[np.float64], lanes: ND
 def near_heads(
     before: Sequence[Sequence[int]], lane: Sequence[int], seconds: Sequence[float], share: Sequence[float]
 ) -> list[float]:
-    """Return what ``heads`` does, of the vertices right before each alone: less, in a tenth of the time."""
+    """Return heads by the vertices right before each alone: lower ones than ``heads``, in a tenth of the time."""
     found: list[float] = []
     for sources in before:
         if len(sources) < 2:
@@ -100,8 +100,8 @@ def near_heads(
 
 
 def least_span(vertices: Iterable[tuple[float, float, float]]) -> float:
-    """Return the largest r + sum(p) + q over all sets of a lane's ``vertices``, each a head, a share and a tail: what
-    one that might put vertices aside takes, always at that with the longest tail."""
+    """Return the largest r + sum(p) + q over all sets of a lane's ``vertices``, each a head, a share and a tail. It is
+    the time of a lane that may interrupt vertices, and always runs the one with the longest tail."""
     coming = sorted(vertices, reverse=True)
     ready: list[tuple[float, float]] = []
     now = longest = 0.0

@@ -13,7 +13,7 @@ from disco_accel.plan.bound.device_facts import DeviceFacts
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class _Gap:
     """``size`` bytes that nobody reads in ``[begin, end)``, which crosses the step boundary if ``begin > end``.
 
     ``changed``: by then the host's copy is out of date, so that leaving takes a write-back.
@@ -25,21 +25,21 @@ class Gap:
     changed: bool = False
 
 
-def gaps_of(facts: DeviceFacts) -> list[Gap]:
+def gaps_of(facts: DeviceFacts) -> list[_Gap]:
     """Return the gaps between two uses in which keeping a value saves a reload."""
     gaps = []
     for value in facts.each_value:
         if not value.uses:
             continue
         stops = value.uses if value.made < 0 else [value.made, *value.uses]
-        gaps += [Gap(a + 1, b, value.size) for a, b in pairwise(stops) if b > a + 1]
+        gaps += [_Gap(a + 1, b, value.size) for a, b in pairwise(stops) if b > a + 1]
         stays = value.starts_on_host and not value.host_updated and not value.at_home
         if stays and (value.uses[-1] + 1 < facts.end or value.uses[0] > 0):
-            gaps.append(Gap(value.uses[-1] + 1, value.uses[0], value.size, value.changed))
+            gaps.append(_Gap(value.uses[-1] + 1, value.uses[0], value.size, value.changed))
     return gaps
 
 
-def _rows(facts: DeviceFacts, gaps: Sequence[Gap]) -> list[int]:
+def _rows(facts: DeviceFacts, gaps: Sequence[_Gap]) -> list[int]:
     """Return the positions that can bind: those where not everything fits, thinned out to ``_MAX_ROWS``."""
     load = facts.needed.astype(np.int64)
     for gap in gaps:
@@ -70,13 +70,13 @@ def least_loads(facts: DeviceFacts) -> tuple[float, float]:
 
 def least_copies(facts: DeviceFacts, *, loads: bool, backs: bool) -> tuple[float, float]:
     """Return seconds and bytes that ``loads`` from the host, copies ``back`` to it, or both take at least in a step, by
-    linear programming; values that the host updates are loaded once besides.
+    linear programming. Values that the host updates are loaded once besides.
 
     The variables are the bytes of each value kept through each gap; at no position may more be kept than fits beside
     the inputs and outputs of its vertex. Bytes that are not kept are reloaded, and written back before where a kernel
-    has changed them; of several gaps behind one change only that around the step boundary is counted, since one
-    write-back serves all. The step is a ring: values on the device at its end are there at its start. Bytes that are
-    written back and reloaded count twice.
+    has changed them. One write-back serves all gaps behind a change, so only the gap around the step boundary is
+    counted. The step is a ring: values on the device at its end are there at its start. Bytes that are written back and
+    reloaded count twice.
     """
     link = facts.loads
     host_updated = facts.host_updated if loads else []
@@ -97,11 +97,11 @@ def least_copies(facts: DeviceFacts, *, loads: bool, backs: bool) -> tuple[float
     return always + max(0.0, float(cost) / link.bandwidth), sum(host_updated) + max(0.0, float(nbytes))
 
 
-_Spans = dict[tuple[int, int, int, bool], list[Gap]]
+_Spans = dict[tuple[int, int, int, bool], list[_Gap]]
 """Gaps that are one variable, by the numbers of their first and last row, the largest size, and whether changed."""
 
 
-def _spans(facts: DeviceFacts, gaps: Sequence[Gap], rows: Sequence[int]) -> _Spans:
+def _spans(facts: DeviceFacts, gaps: Sequence[_Gap], rows: Sequence[int]) -> _Spans:
     spans: _Spans = defaultdict(list)
     small = facts.memory // _SMALL
     coarse = max(1, len(rows) // _SMALL_ROWS)

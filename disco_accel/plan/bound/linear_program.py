@@ -1,4 +1,4 @@
-"""Linear programs, row by row, whose answer is a lower bound whatever a solver's tolerances."""
+"""Linear programs, row by row, whose answer is a lower bound with any tolerances of a solver."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Program:
     def solve(self) -> tuple[float, NDArray[np.float64] | None]:
         """Return a lower bound of the least cost, within rounding, and the variables that a solver found (None: none).
 
-        Whatever the multipliers y of the rows, the costs less y times the sums, least over the boxes, plus y times what
-        is required, is a lower bound (Neumaier and Shcherbina 2004). So the solver's tolerances cost some of the bound
-        and never make it too high.
+        For any multipliers y of the rows, the costs less y times the sums, least over the boxes, plus y times the
+        required sums, is a lower bound (Neumaier and Shcherbina 2004). So the solver's tolerances cost some of the
+        bound and never make it too high.
         """
         from scipy.optimize import linprog
 

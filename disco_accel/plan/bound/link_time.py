@@ -1,4 +1,4 @@
-"""What each link that loads does in a plan's simulated step: bytes, latencies, and idle time by its reason."""
+"""The time of each link that loads in a plan's simulated step: bytes, latencies, and idle time by its reason."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _link_time(simulator: Simulator, machine: Machine, run: Simulation, lane: in
 
 
 def _reason(simulator: Simulator, waits: Sequence[tuple[int, bool]], begin: Sequence[float]) -> str:
-    """Return what the load waited for last."""
+    """Return the reason of the load's last wait."""
     if not waits:
         return "source"
     last, through_memory = max(waits, key=lambda wait: begin[wait[0]] + simulator.seconds[wait[0]])

@@ -1,8 +1,8 @@
 """A lower bound of the step time over all cyclic plans of a graph, in its order, on a given machine.
 
 The largest of four bounds: compute, the critical path, the link (a linear program on the bytes that must be loaded),
-and the phases (a linear program over time: the link may be the bottleneck in some although it idles in others). They
-depend on the machine and the graph, not on a plan, and hold in whatever order its kernels become ready.
+and the phases (a linear program over time). The link may be the bottleneck in some phases although it idles in others.
+They depend on the machine and the graph, not on a plan, and hold in any order in which kernels become ready.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class OrderedStarts:
     positions, one a row.
 
     Of each position, ``ended``: the first row at which it has ended for certain; ``ahead``: the last row at which it
-    has not started for certain; ``row``: its own, 0 if it has none. Of each row but the last, ``chain_seconds``: what
-    lies between it and the next at least; ``own_seconds``: those of its kernel.
+    has not started for certain; ``row``: its own, 0 if it has none. Of each row but the last, ``chain_seconds``: the
+    least time between it and the next; ``own_seconds``: the seconds of its kernel.
     """
 
     chain: NDArray[np.int64]
@@ -78,7 +78,7 @@ class OrderedStarts:
     @classmethod
     def of(cls, precedence: Precedence, weight: Sequence[float], most: int) -> OrderedStarts:
         """Return at most ``most`` starts on the heaviest chain, which is cut in parts of equal weight: the heaviest
-        vertex of each is one. So a vertex that weighs as much as a part is one itself, whatever lies beside it."""
+        vertex of each is one. So a vertex that weighs as much as a part is one itself."""
         before, order = precedence.before, precedence.order
         behind: list[list[int]] = [[] for _ in before]
         for at, sources in enumerate(before):

@@ -1,4 +1,4 @@
-"""What the largest kernels cost: the bound as it is, and as it were if they took no more than others."""
+"""The cost of the largest kernels: the bound as it is, and as it were if they took no more than others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SHARE = 0.99
 
 
 def bound_without_peaks(graph: TaskGraph, machine: Machine) -> float:
-    """Return the bound of ``graph`` if no kernel took more bytes than the largest but one in a hundred: about what
-    running the loss in chunks would leave."""
+    """Return the bound of ``graph`` if no kernel took more bytes than the largest but one in a hundred. A loss in
+    chunks has about this bound."""
     precedence = Precedence.of(graph, machine)
     most = 0.0
     for device in graph.devices:
@@ -30,8 +30,8 @@ def bound_without_peaks(graph: TaskGraph, machine: Machine) -> float:
 
 
 def usual_need(graph: TaskGraph, machine: Machine) -> int:
-    """Return the bytes that ninety-nine in a hundred kernels of ``graph`` need no more of, inputs and outputs together:
-    on the device where these are the most."""
+    """Return the bytes that suffice for ninety-nine in a hundred kernels of ``graph``, inputs and outputs together, on
+    the device where these are the most."""
     devices = (device for device in graph.devices if not device.is_host_device)
     every = (DeviceFacts(graph, machine, device.id, device.memory) for device in devices)
     return max((_usual(facts) for facts in every if facts.end), default=0)

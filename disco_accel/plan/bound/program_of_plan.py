@@ -1,4 +1,5 @@
-"""The step program (``plan/bound/step_program.py``) of a plan as it ran: its kernels in their order, what it kept."""
+"""The step program (``plan/bound/step_program.py``) of a plan as it ran: its kernels in their order, the values that it
+kept."""
 
 from __future__ import annotations
 
@@ -12,34 +13,30 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import Ref, VertexKind
 from disco_accel.graph.values import overwrites
-from disco_accel.plan.bound.device_facts import DeviceFacts, DeviceValue
+from disco_accel.plan.bound.device_facts import DeviceFacts
 from disco_accel.plan.bound.ordered_starts import Precedence
-from disco_accel.plan.bound.plan_storages import at_the_end
-from disco_accel.plan.bound.step_program import StepProgram, gaps
+from disco_accel.plan.bound.plan_replay import at_the_end
+from disco_accel.plan.bound.step_program import Keeps, StepProgram, gaps
 from disco_accel.simulate.machine import Machine
 
 
-class ProgramOfPlan:
-    """Of a repeating plan on one device with one stream; ``started``: its vertices' ids as they started."""
+def program_of_plan(plan: MemGraph, machine: Machine, started: Sequence[int]) -> tuple[StepProgram, Keeps]:
+    """Return the program of a repeating plan on one device with one stream, and which parts of values the plan keeps.
 
-    def __init__(self, plan: MemGraph, machine: Machine, started: Sequence[int]) -> None:
-        graph = taskgraph_of(plan)
-        rank = {vertex: n for n, vertex in enumerate(started)}
-        ordered = sorted(graph.vertices, key=lambda v: (v.kind is not VertexKind.INPUT, rank.get(v.id, -1)))
-        graph = replace(graph, vertices=tuple(ordered))
-        device = graph.devices[0]
-        self.facts = DeviceFacts(graph, machine, device.id, device.memory)
-        order = [vertex for vertex in serial_order(graph) if vertex.kind is not VertexKind.INPUT]
-        every = range(len(order))
-        lanes = machine.lanes(graph.spaces)
-        seconds = [lanes.seconds(vertex) for vertex in order]
-        one_by_one = Precedence([*([i - 1] if i else [] for i in every), []], [*every, len(order)], [*seconds, 0.0])
-        self.in_order = StepProgram(self.facts, one_by_one)
-        self._kept = _kept_gaps(plan, self.facts, [vertex.id for vertex in order])
-
-    def keeps(self, value: DeviceValue, gap: int) -> float:
-        """The part of ``value`` that the plan keeps through its gap of that number."""
-        return self._kept[id(value), gap]
+    ``started``: ids of its vertices as they started."""
+    graph = taskgraph_of(plan)
+    rank = {vertex: n for n, vertex in enumerate(started)}
+    ordered = sorted(graph.vertices, key=lambda v: (v.kind is not VertexKind.INPUT, rank.get(v.id, -1)))
+    graph = replace(graph, vertices=tuple(ordered))
+    device = graph.devices[0]
+    facts = DeviceFacts(graph, machine, device.id, device.memory)
+    order = [vertex for vertex in serial_order(graph) if vertex.kind is not VertexKind.INPUT]
+    every = range(len(order))
+    lanes = machine.lanes(graph.spaces)
+    seconds = [lanes.seconds(vertex) for vertex in order]
+    one_by_one = Precedence([*([i - 1] if i else [] for i in every), []], [*every, len(order)], [*seconds, 0.0])
+    kept = _kept_gaps(plan, facts, [vertex.id for vertex in order])
+    return StepProgram(facts, one_by_one), lambda value, gap: kept[id(value), gap]
 
 
 def one_stream(plan: MemGraph, machine: Machine) -> bool:
@@ -58,7 +55,7 @@ def _kept_gaps(plan: MemGraph, facts: DeviceFacts, order: Sequence[int]) -> Mapp
         copy_of.update({(vertex.id, k): copy_of[ref] for k, ref in overwrites(vertex)})
     carried = carried_values(plan)
     read: dict[tuple[int, int], set[Ref]] = {}
-    """What has the bytes of a value, by its identity and the position of a reader: a copy, or several of ranges."""
+    """Copies with the bytes of a value, by its identity and the position of a reader: one, or several of ranges."""
     for position, vertex_id in enumerate(order):
         for ref in by_id[vertex_id].inputs:
             value = facts.values.get(carried[ref])

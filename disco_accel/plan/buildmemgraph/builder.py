@@ -83,7 +83,7 @@ def failing_position(
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """What ``build`` is asked for: see there."""
+    """The arguments of ``build``: see there."""
 
     lookahead: int | None
     residents: Residents

@@ -16,13 +16,13 @@ from disco_accel.plan.buildmemgraph.residents import Residents
 from disco_accel.plan.search_work import WALKED, SearchWork
 
 _AMPLE = 4
-"""A memory of so many times what the largest kernel needs is enough for BUILDMEMGRAPH. To ask it takes a third of the
+"""A memory of so many times the need of the largest kernel is enough for BUILDMEMGRAPH. To ask it takes a third of the
 planning of 80 layers that do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What ``build`` is asked for: see there."""
+    """Arguments of ``build``: see there."""
 
     lookahead: int | None
     residents: Residents
@@ -40,8 +40,8 @@ def working_set(graph: TaskGraph) -> int:
 
 
 def least_memory(graph: TaskGraph) -> int:
-    """Return the bytes that devices of ``graph`` which have less must get at least, if it has no plan as they are: more
-    than the smallest has, and as many as a vertex needs on one where it does not fit."""
+    """Return the least bytes for devices of ``graph`` that have less, if it has no plan as they are. That is more than
+    the smallest has, and as many as a vertex needs on a device where it does not fit."""
     devices = [device for device in graph.devices if not device.is_host_device]
     needs = [need for device in devices if (need := largest_need(graph, device.id)[0]) > device.memory]
     return max([min(device.memory for device in devices) + 1, *needs])
@@ -69,8 +69,8 @@ def smallest_feasible_memory(
 
     One alignment unit less fails, unless the search for that would take long (``_EXACT``), or the user's time is up.
     The memory that the devices of ``graph`` have now is known to be infeasible. Planning is not monotone in memory, so
-    a smaller size may be feasible by chance. The attempt that needs least memory gets close; then all attempts are
-    tried one unit below what it needs, and the search goes on with one that works there.
+    a smaller size may be feasible by chance. The attempt that needs least memory gets close. Then all attempts are
+    tried in one unit less, and the search goes on with one that works there.
     """
     unit = max(device.alignment for device in graph.devices)
     least = -(-least_memory(graph) // unit)

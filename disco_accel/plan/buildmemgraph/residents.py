@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, Vertex
@@ -40,10 +39,8 @@ class Residents:
     visiting: tuple[int, ...] = ()
 
 
-class Build(Protocol):
-    """Plans with the given residents. Raises Infeasible."""
-
-    def __call__(self, residents: Residents) -> MemGraph: ...
+Build = Callable[[Residents], MemGraph]
+"""Plans with the given residents. Raises Infeasible."""
 
 
 def plain_choices(graph: TaskGraph) -> list[Residents]:

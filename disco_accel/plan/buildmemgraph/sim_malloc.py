@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from disco_accel.eviction import Candidate, Policy, belady, fifo, lru
 from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import Ref
-from disco_accel.plan.buildmemgraph.adjacent_victims import Extent, adjacent_victims
 from disco_accel.plan.common.device_copy import DeviceCopy, FreeBlock, ValueState
 from disco_accel.plan.common.free_list import AddressRange, FreeList, Rank
 from disco_accel.plan.common.plan_log import PlanLog
@@ -41,6 +41,18 @@ _STATIC_RANKS = (belady, fifo, lru)
 """Policies whose rank of a copy does not change while the copy is not used."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """Bytes from ``begin`` to ``end``: free ones, or those of a copy that may leave. Of a copy: its ``rank`` (the
+    larger, the sooner it leaves), whether it is ``kept`` (needed only at the step's end), bytes to ``offload``."""
+
+    begin: int
+    end: int
+    rank: float = float("inf")
+    kept: bool = False
+    offload: int = 0
+
+
 class DeviceMemory:
     """The arena of one device during planning, with its two horizons.
 
@@ -48,9 +60,9 @@ class DeviceMemory:
     memory allows. Outputs of kernels are allocated when they are executed: kernels of a stream follow each other
     anyway, so allocating those early would gain nothing and take memory that reloads can use.
 
-    Every byte of the arena is either in the free list or in one copy: a permanent one, one that is reserved for its
-    next use (``_reserved``, by furthest next use), or one of ``held``, which only an eviction takes off the device.
-    ``pinned`` are the inputs of the vertex being executed.
+    Every byte of the arena is either in the free list or in one copy. A copy is permanent, or reserved for its next use
+    (``_reserved``, by furthest next use), or one of ``held``, which only an eviction takes off the device. ``pinned``
+    are the inputs of the vertex being executed.
     """
 
     def __init__(
@@ -297,15 +309,15 @@ class DeviceMemory:
     def _evict(self, aligned_size: int) -> AddressRange:
         """Evict held copies so that they and free blocks make ``aligned_size`` adjacent bytes, and return these.
 
-        Of all such ranges: one without a value that is needed only at the step's end, then the one whose copy with the
-        lowest rank has the highest rank (the policy's least willing victim), then the fewest bytes to offload, then the
+        Ranges without a value that is needed only at the step's end come first. Of these the one wins whose lowest
+        rank, that of the policy's least willing victim, is the highest; then the fewest bytes to offload; then the
         lowest address. Raises Infeasible.
         """
         victims = {copy.addr: copy for copy in self.held.values() if self._may_evict(copy)}
-        extents = [Extent(block.start, block.end) for block in self.free_list.blocks]
+        extents = [_Extent(block.start, block.end) for block in self.free_list.blocks]
         extents += [self._extent(copy) for copy in victims.values()]
         extents.sort(key=lambda extent: extent.begin)
-        found = adjacent_victims(extents, aligned_size)
+        found = _adjacent_victims(extents, aligned_size)
         if found is None:
             raise Infeasible(self.exec_horizon)
         first, behind = found
@@ -321,11 +333,11 @@ class DeviceMemory:
         start = extents[first].begin
         return AddressRange(start, start + aligned_size)
 
-    def _extent(self, copy: DeviceCopy) -> Extent:
+    def _extent(self, copy: DeviceCopy) -> _Extent:
         """Return the bytes of ``copy``, which may be evicted."""
         kept = copy.value.next_use == copy.value.after_last - 1
         offload = copy.aligned_size if copy.value.host is None else 0
-        return Extent(copy.addr, copy.addr + copy.aligned_size, self.rank(copy), kept, offload)
+        return _Extent(copy.addr, copy.addr + copy.aligned_size, self.rank(copy), kept, offload)
 
     def _may_evict(self, copy: DeviceCopy) -> bool:
         if copy.permanent or copy.value.out:
@@ -343,3 +355,45 @@ def release_of(blocks: list[FreeBlock], repairs: Repairs) -> tuple[int, ...]:
     if not repairs.release_every_byte:
         blocks = blocks[:1]
     return tuple(dict.fromkeys(vertex for block in blocks for vertex in block.release))
+
+
+def _adjacent_victims(extents: Sequence[_Extent], size: int) -> tuple[int, int] | None:
+    """Return the first of ``extents`` and the one behind the last that give ``size`` adjacent bytes; None if none do.
+
+    ``extents`` ascend and do not overlap. Of all ranges: one without a copy that is kept, then the one whose lowest
+    rank is the highest, then the fewest bytes to offload, then the lowest address. Only those that begin with an extent
+    are compared: any other one, moved down to the start of its first extent, has the same copies or fewer.
+    """
+    kept_before, offload_before = [0], [0]
+    for extent in extents:
+        kept_before.append(kept_before[-1] + extent.kept)
+        offload_before.append(offload_before[-1] + extent.offload)
+    best: tuple[tuple[bool, float, int, int], int, int] | None = None
+    lowest: deque[int] = deque()
+    """Extents of the range, each with a lower rank than all that come behind it."""
+    last = 0
+    # A range grows by whole adjacent extents until it is large enough. None ends before that from the start before
+    # does, so both ends only move up.
+    for first, extent in enumerate(extents):
+        while last < len(extents) and (last <= first or _grows(extents, extent.begin, last, size)):
+            while lowest and extents[lowest[-1]].rank >= extents[last].rank:
+                lowest.pop()
+            lowest.append(last)
+            last += 1
+        while lowest[0] < first:
+            lowest.popleft()
+        if extents[last - 1].end - extent.begin < size:
+            continue
+        kept = kept_before[last] > kept_before[first]
+        offload = offload_before[last] - offload_before[first]
+        candidate = kept, -extents[lowest[0]].rank, offload, extent.begin
+        if best is None or candidate < best[0]:
+            best = candidate, first, last
+    return None if best is None else best[1:]
+
+
+def _grows(extents: Sequence[_Extent], begin: int, last: int, size: int) -> bool:
+    """Whether the range from ``begin`` to before extent ``last`` is too small and ``last`` is next to it: between two
+    extents lies a copy that may not leave."""
+    end = extents[last - 1].end
+    return end - begin < size and extents[last].begin == end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from disco_accel.simulate.simulator import Machine
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
-    """What one draft is made with.
+    """The options of one draft.
 
     ``min_gap_ratio``: an activation is swappable only if one of its idle gaps is at least this many times its two
     copies (None: none is). ``resident_share``: the share of the memory, beside pinned bytes at their peak, for buffers
@@ -34,37 +34,37 @@ class DraftOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftChoice:
-    """What a draft holds on to: ``permanent`` buffers, and those ``kept`` between two uses."""
-
-    permanent: tuple[int, ...]
-    kept: Kept = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Draft:
-    """A ``schedule`` of ``requirements`` by a ``choice``, with buffers on the device ``at_start``.
+    """A ``schedule`` of ``requirements``, with buffers on the device ``at_start``.
 
-    ``retries``: how often earlier versions of the draft found no offsets."""
+    ``permanent``: buffers that never leave; ``kept``: those that stay between two uses; ``retries``: how often earlier
+    versions of the draft found no offsets."""
 
     requirements: StepRequirements
     schedule: SwapSchedule
     at_start: tuple[int, ...]
-    choice: DraftChoice
+    permanent: tuple[int, ...]
+    kept: Kept
     retries: int = 0
 
 
 def draft_of(
-    requirements: StepRequirements, machine: Machine, capacity: Mapping[int, int], choice: DraftChoice, cyclic: bool
+    requirements: StepRequirements,
+    machine: Machine,
+    capacity: Mapping[int, int],
+    permanent: tuple[int, ...],
+    kept: Kept,
+    *,
+    cyclic: bool,
 ) -> Draft:
     """Return a draft within ``capacity`` bytes by device; a ``cyclic`` one ends with the buffers that it begins with.
 
     Which buffers these are shows the middle of two steps in a row. Raises Infeasible."""
-    rest, permanent = dict(capacity), choice.permanent
+    rest = dict(capacity)
     for i in permanent:
         rest[requirements.swappable[i].device] -= requirements.swappable[i].block
     if cyclic:
-        at_start = buffers_at_boundary(requirements, machine, rest, permanent=permanent, kept=choice.kept)
+        at_start = buffers_at_boundary(requirements, machine, rest, permanent=permanent, kept=kept)
     else:
         at_start = _first_used(requirements, rest, permanent)
     schedule = schedule_step(
@@ -75,13 +75,13 @@ def draft_of(
         at_end=at_start if cyclic else (),
         permanent=permanent,
         repeats=cyclic,
-        kept=choice.kept,
+        kept=kept,
     )
-    return Draft(requirements, schedule, tuple(at_start), choice)
+    return Draft(requirements, schedule, tuple(at_start), permanent, kept)
 
 
 def seconds_if_all_resident(requirements: StepRequirements, machine: Machine, devices: Iterable[int]) -> float:
-    """Return the seconds of a step in this order with memory for everything: what may be resident is."""
+    """Return the seconds of a step in this order with memory for everything, where all that may be resident is."""
     plenty = dict.fromkeys(devices, 1 << 60)
     loaded = [i for i, buffer in enumerate(requirements.swappable) if buffer.may_be_resident]
     return schedule_step(requirements, machine, plenty, permanent=loaded).seconds
@@ -167,8 +167,8 @@ def outliers(requirements: StepRequirements, device: int) -> list[int]:
 
 
 def spare_bytes(draft: Draft, capacity: Mapping[int, int]) -> dict[int, Profile]:
-    """Return by device and position the bytes that are left beside what the vertex there cannot do without."""
-    requirements, permanent = draft.requirements, set(draft.choice.permanent)
+    """Return by device and position the bytes that are left beside the needs of the vertex there."""
+    requirements, permanent = draft.requirements, set(draft.permanent)
     spare = {
         device: memory - requirements.pinned_bytes[device] - requirements.unevictable_bytes[device]
         for device, memory in capacity.items()

@@ -1,8 +1,8 @@
-"""Which swappable buffers stay on the device between two uses, as the step program would have it.
+"""Swappable buffers that stay on the device between two uses, because the step program keeps them.
 
 The program over time (``plan/bound/step_program.py``), in the serial order, says which part of each value a shortest
-step keeps through each gap between two uses. A draft holds these from use to use instead of giving up whatever is used
-furthest ahead: where the memory is fullest, around the loss, the two differ.
+step keeps through each gap between two uses. A draft holds these from use to use instead of evicting the buffer with
+the furthest next use. The two differ where the memory is fullest, around the loss.
 """
 
 from __future__ import annotations
@@ -22,21 +22,14 @@ Kept = Mapping[int, frozenset[int]]
 time before its first."""
 
 _LOAD_COST = 1e-3
-"""Of equally long steps the one that loads least; it may be longer by a thousandth of what it loads."""
+"""Of equally long steps the one with the fewest loads; it may be longer by a thousandth of its loads."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptGaps:
-    """``seconds``: of the program, about what no draft in this order beats."""
+def kept_gaps(requirements: StepRequirements, machine: Machine, memory: int) -> tuple[float, Kept] | None:
+    """Return the seconds of a shortest step within ``memory`` bytes, and the gaps through which it keeps buffers (None:
+    there are several devices, or no answer).
 
-    seconds: float
-    kept: Kept
-
-
-def kept_gaps(requirements: StepRequirements, machine: Machine, memory: int) -> KeptGaps | None:
-    """Return what a shortest step within ``memory`` bytes keeps (None: there are several devices, or no answer).
-
-    Of a value in ranges as many from its begin on are kept as the program keeps of it, of a whole one all or nothing.
+    Of a value in ranges the program's share is kept, from the value's begin on; a whole one is kept all or not at all.
     """
     graph = requirements.graph
     if len(graph.devices) > 1:
@@ -51,7 +44,7 @@ def kept_gaps(requirements: StepRequirements, machine: Machine, memory: int) -> 
     if solved is None:
         return None
     seconds, parts = solved
-    return KeptGaps(seconds, _that_fit(_each_gap(requirements, facts, parts), requirements, memory))
+    return seconds, _that_fit(_each_gap(requirements, facts, parts), requirements, memory)
 
 
 def _that_fit(every: Iterable[_Gap], requirements: StepRequirements, memory: int) -> Kept:
@@ -76,7 +69,7 @@ def _that_fit(every: Iterable[_Gap], requirements: StepRequirements, memory: int
 @dataclass(frozen=True, slots=True)
 class _Gap:
     """The gap of a buffer behind position ``begin``, before position ``end``; one ``around`` the step's boundary goes
-    on before position ``until``. ``part``: of its bytes, what the program keeps."""
+    on before position ``until``. ``part``: the share of its bytes that the program keeps."""
 
     buffer: int
     begin: int

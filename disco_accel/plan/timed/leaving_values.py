@@ -21,8 +21,9 @@ def hold_until_transferred(
     to_host: Sequence[bool],
     starts: Sequence[float],
 ) -> None:
-    """Pin what a transfer takes to the host until that should have ended, where there is memory: else the next kernel
-    would get the bytes, and wait. Training all weights of 7B in 22 GiB takes 1.51 s with it, 1.77 without (simulated).
+    """Pin each value that a transfer takes to the host until the transfer should have ended, where there is memory.
+    Otherwise the next kernel gets the bytes, and waits. Training all weights of 7B in 22 GiB takes 1.51 s with it, 1.77
+    without (simulated).
 
     ``to_host``, by position: whether it is such a transfer. ``starts``: seconds of compute before each position.
     """

@@ -1,4 +1,4 @@
-"""A step's requirements where a draft has to do with less memory, since its buffers found no offsets."""
+"""A step's requirements for a redraft with less memory, after a draft without offsets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
 def with_less_memory(
     draft: Draft, over: Mapping[int, Profile], least: Mapping[int, int], capacity: Mapping[int, int]
 ) -> StepRequirements | None:
-    """Return the draft's requirements with less memory where its buffers lie ``over`` it by so many bytes: as many, and
-    at ``least`` so many by device, are taken from it as far as each vertex can do without; None if that is nowhere."""
+    """Return the draft's requirements with less memory where its buffers lie ``over`` it by so many bytes. That many
+    bytes, and at ``least`` so many by device, are taken from the spare memory of each vertex; None if none has any."""
     spare = spare_bytes(draft, capacity)
     cut = {d: np.where(profile > 0, np.maximum(profile, least[d]), 0) for d, profile in over.items()}
     taken = {device: np.minimum(profile, spare[device]) for device, profile in cut.items()}

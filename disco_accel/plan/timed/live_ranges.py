@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +16,7 @@ from disco_accel.graph.taskgraph import Ref, Vertex
 from disco_accel.plan.common.assemble import assemble
 from disco_accel.plan.common.device_copy import PlannedVertex
 from disco_accel.plan.common.plan_log import PlanLog
-from disco_accel.plan.timed.packing import LiveBuffer, LivePart, Packed, pack
+from disco_accel.plan.timed.packing import LiveBuffer, LivePart, pack
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
 
 
@@ -25,11 +25,9 @@ class LiveRange:
     """``block`` bytes of ``device`` from tick ``begin`` up to tick ``end`` for one value or a chain of them.
 
     ``values`` are named as in the plan, each with the ids of its readers; a tick is a place in the order of events, and
-    0 the start. Of a reload: ``scheduled`` is the tick at which it takes its bytes in the schedule, ``first_read`` that
-    of its first reader (-1 each: no reload, or never read), ``delay`` the share of the time between them by which it
-    takes its bytes later. ``at_step_start``: the live range with which the step begins, if this one has to end it at
-    the same offset. ``begin_in_value``: of a range of a value; ``joined``: another range that has its place relative to
-    this one's, since a kernel reads both.
+    0 the start. ``is_reload``: whether a reload takes the bytes. ``at_step_start``: the live range with which the step
+    begins, if this one has to end it at the same offset. ``begin_in_value``: of a range of a value; ``joined``: another
+    range that has its place relative to this one's, since a kernel reads both.
     """
 
     device: int
@@ -38,9 +36,7 @@ class LiveRange:
     end: int
     values: list[tuple[Ref, list[int]]] = field(default_factory=list)
     offset: int = -1
-    scheduled: int = -1
-    first_read: int = -1
-    delay: float = 0.0
+    is_reload: bool = False
     at_step_start: LiveRange | None = None
     begin_in_value: int = 0
     joined: LiveRange | None = None
@@ -61,13 +57,6 @@ class LiveRange:
             theirs.joined = mine
 
     @property
-    def delayed_begin(self) -> int:
-        """``begin``, or where ``delay`` moves it."""
-        if self.first_read < 0:
-            return self.begin
-        return self.scheduled + int(self.delay * (self.first_read - self.scheduled))
-
-    @property
     def last_users(self) -> list[int]:
         """Ids of the vertices that must finish before the bytes are written again; none if the bytes were never used
         in this step."""
@@ -75,38 +64,16 @@ class LiveRange:
         return readers or ([] if self.begin == 0 and len(self.values) == 1 else [ref[0]])
 
 
-@dataclass(frozen=True, slots=True)
-class _DevicePacking:
-    """The live ranges of ``device`` in ``groups`` that get offsets as one of ``buffers`` each, and these offsets."""
-
-    device: int
-    groups: list[list[LiveRange]]
-    buffers: list[LiveBuffer]
-    packed: Packed
-
-    def above(self, memory: int) -> Iterator[tuple[int, int, int]]:
-        """Yield how many bytes each buffer lies above ``memory``, if it does, and from which to which tick."""
-        for buffer, offset in zip(self.buffers, self.packed.offsets, strict=True):
-            if offset + buffer.size <= memory:
-                continue
-            for part in buffer.parts:
-                beyond = offset + part.offset + part.size - memory
-                if beyond > 0:
-                    for begin, end in part.lifespans:
-                        yield beyond, begin, end
-
-
 @dataclass
 class LiveRanges:
     """All live ranges of a scheduled step.
 
-    ``planned``: the vertices but for inputs, in order; ``all``: every live range by begin; ``by_value``: that of each
-    value, as it is named in the plan; ``positions``: which vertex of the serial order is the next at each tick;
-    ``ticks``: that of each of ``planned``; ``end``: the tick behind the last; ``waits_at_home``: by offload of a value
-    that changes over steps, the ids of those that used what its home held before; ``resident_ranges``: inputs that the
-    plan adds for ranges that are there when the step starts; ``merged``: reload that is part of an earlier one → that
-    one; ``packings``: by device, the result of ``assign_offsets``; ``tried``: how many offsets were looked for;
-    ``delays`` and ``repacking_rounds``: of the settings (``prefetch_delays``)."""
+    ``planned``: the vertices but for inputs, in order. ``all``: every live range by begin. ``by_value``: the live range
+    of each value, as it is named in the plan. ``positions``: by tick, the next vertex of the serial order. ``ticks``:
+    the tick of each of ``planned``. ``end``: the tick behind the last. ``waits_at_home``: by offload of a value that
+    changes over steps, the ids of the users of the version before. ``resident_ranges``: inputs that the plan adds for
+    ranges that are there when the step starts. ``merged``: reload that is part of an earlier one → that one. ``tried``:
+    how many offsets were looked for."""
 
     requirements: StepRequirements
     positions: list[int]
@@ -118,64 +85,28 @@ class LiveRanges:
     waits_at_home: dict[int, list[int]] = field(default_factory=dict)
     resident_ranges: list[Vertex] = field(default_factory=list)
     merged: Mapping[int, int] = field(default_factory=dict)
-    packings: dict[int, _DevicePacking] = field(default_factory=dict)
     tried: int = 0
-    delays: tuple[float, ...] = ()
-    repacking_rounds: int = 0
 
-    def assign_offsets(self, capacity: Mapping[int, int], *, lowest: bool) -> dict[int, Profile]:
+    def assign_offsets(self, capacity: Mapping[int, int], *, lowest: bool, rounds: int) -> dict[int, Profile]:
         """Give every live range an offset; return by device and position the bytes above ``capacity``, nothing if all
         fit.
 
-        ``lowest``: look for the lowest packing even if a higher one would fit."""
-        self.packings = {device: self._pack(device, 0 if lowest else memory) for device, memory in capacity.items()}
-        return self._adopt(self.packings, capacity)
-
-    def delay_prefetches(self, capacity: Mapping[int, int]) -> dict[int, Profile]:
-        """Go on from ``assign_offsets`` where not all fits: reloads take their bytes later than scheduled, nearer to
-        their first reader. Return what is above ``capacity`` then.
-
-        Invariant: the order of vertices and the readers of each value stay as scheduled, so the plan stays correct; it
-        may only be slower, where a reload that starts late makes its reader wait."""
-        delayed = {device: self._pack_delayed(device, memory) for device, memory in capacity.items()}
-        over = self._adopt(delayed, capacity)
-        for device in capacity:
-            if device not in over:
-                self._undo_needless_delays(device)
-        self.all.sort(key=lambda live: live.begin)
-        return over
-
-    def _adopt(self, packings: Mapping[int, _DevicePacking], capacity: Mapping[int, int]) -> dict[int, Profile]:
+        ``lowest``: look for the lowest packing even if a higher one would fit; ``rounds`` of packing as of ``pack``."""
         over = {}
-        for device, packing in packings.items():
-            for group, offset in zip(packing.groups, packing.packed.offsets, strict=True):
-                first = min(live.begin_in_value for live in group)
-                for live in group:
-                    live.offset = offset + live.begin_in_value - first
-            if packing.packed.height > capacity[device]:
-                over[device] = self._overflow(packing, capacity[device])
+        for device, memory in capacity.items():
+            beyond = self._pack(device, memory, 0 if lowest else memory, rounds)
+            if beyond:
+                over[device] = self._by_position(beyond)
         for live in self.all:
             if live.at_step_start is not None:
                 live.offset = live.at_step_start.offset
         return over
 
-    def _pack_delayed(self, device: int, memory: int) -> _DevicePacking:
-        """Delay reloads by more and more and pack again, until all fits or no reload is left that would help."""
-        best = packing = self.packings[device]
-        for delay in self.delays:
-            if best.packed.height <= memory or not self._delay_reloads(packing, memory, delay):
-                break
-            packing = self._pack(device, memory, best.packed.order)
-            stuck = packing.packed.height == best.packed.height
-            best = min(best, packing, key=lambda each: each.packed.height)
-            # Where a delay has changed nothing, something else than a reload holds the height.
-            if stuck:
-                break
-        return best
+    def _pack(self, device: int, memory: int, limit: int, rounds: int) -> list[tuple[int, int, int]]:
+        """Pack the live ranges of ``device``; return how many bytes lie above ``memory``, from which to which tick.
 
-    def _pack(self, device: int, memory: int, order: list[int] | None = None) -> _DevicePacking:
-        """Pack the live ranges of ``device``; one that ends the step is the second lifespan of the one it started
-        with, so that both get the same offset."""
+        A live range that ends the step is the second lifespan of the one it started with, so that both get the same
+        offset."""
         groups: dict[int, list[LiveRange]] = {}
         for live in self.all:
             if live.device == device and live.at_step_start is None:
@@ -189,48 +120,21 @@ class LiveRanges:
                 for live in group
             )
             buffers.append(LiveBuffer(tuple(parts)))
-        packed = pack(buffers, memory, order, self.repacking_rounds)
+        packed = pack(buffers, limit, rounds)
         self.tried += packed.tried * len(buffers)
-        return _DevicePacking(device, list(groups.values()), buffers, packed)
-
-    def _delay_reloads(self, packing: _DevicePacking, memory: int, delay: float) -> bool:
-        """Set ``delay`` for all reloads that hold bytes ahead of need while something lies above ``memory``; return
-        whether there are any.
-
-        Only these can make room: bytes that are free sooner or later than the crowded ticks are of no use there."""
-        above = np.zeros(self.end + 2, np.int64)
-        for _, begin, end in packing.above(memory):
-            above[begin] += 1
-            above[end] -= 1
-        # crowded[t]: the ticks before t at which something lies above the memory.
-        crowded = np.concatenate(([0], np.cumsum(np.cumsum(above) > 0)))
-        device = packing.device
-        early = [
-            live
-            for live in self.all
-            if live.device == device
-            and live.first_read > live.scheduled >= 0
-            and crowded[live.first_read] > crowded[live.delayed_begin]
-        ]
-        for live in early:
-            live.delay = delay
-        return bool(early)
-
-    def _undo_needless_delays(self, device: int) -> None:
-        """Move every delayed reload forward to where its offset is free, but not before it was scheduled.
-
-        A live range that overlaps in bytes and ends before the delayed begin ends before the new one too, so no two
-        ever share a byte at a tick."""
-        ranges = [live for live in self.all if live.device == device]
-        for live in ranges:
-            live.begin = live.delayed_begin
-        lows = np.array([live.offset for live in ranges], np.int64)
-        highs = np.array([live.offset + live.block for live in ranges], np.int64)
-        ends = np.array([live.end for live in ranges], np.int64)
-        for live in ranges:
-            if live.begin > live.scheduled >= 0:
-                before = (lows < live.offset + live.block) & (highs > live.offset) & (ends <= live.begin)
-                live.begin = max(live.scheduled, int(ends[before].max(initial=0)))
+        for group, offset in zip(groups.values(), packed.offsets, strict=True):
+            first = min(live.begin_in_value for live in group)
+            for live in group:
+                live.offset = offset + live.begin_in_value - first
+        if packed.height <= memory:
+            return []
+        above = []
+        for buffer, offset in zip(buffers, packed.offsets, strict=True):
+            for part in buffer.parts:
+                beyond = offset + part.offset + part.size - memory
+                if beyond > 0:
+                    above += [(beyond, begin, end) for begin, end in part.lifespans]
+        return above
 
     def _copy_of(self, live: LiveRange) -> int:
         """Return the vertex that writes ``live`` first."""
@@ -254,10 +158,10 @@ class LiveRanges:
             sizes[first] += size[vertex]
         return sizes
 
-    def _overflow(self, packing: _DevicePacking, memory: int) -> Profile:
-        """Return by position how many bytes lie above ``memory``."""
+    def _by_position(self, above: Iterable[tuple[int, int, int]]) -> Profile:
+        """Return by position the most bytes of ``above``, each from one tick to another."""
         over = np.zeros(self.requirements.end + 1, np.int64)
-        for beyond, begin, end in packing.above(memory):
+        for beyond, begin, end in above:
             stretch = slice(self.positions[begin], self.positions[end - 1] + 1)
             over[stretch] = np.maximum(over[stretch], beyond)
         return over
@@ -269,7 +173,7 @@ class LiveRanges:
         # A merged reload takes its bytes when the last of them are free.
         reloads: dict[int, int] = {}
         for live in self.all:
-            if live.scheduled >= 0:
+            if live.is_reload:
                 first = self.merged.get(live.values[0][0][0], live.values[0][0][0])
                 reloads[first] = max(reloads.get(first, 0), live.begin)
         planned = [self._with_merged(vertex) for vertex in self.planned]
@@ -295,7 +199,7 @@ class LiveRanges:
 
 
 def _lifespans(live: LiveRange, at_end: LiveRange | None) -> tuple[tuple[int, int], ...]:
-    return tuple((each.delayed_begin, each.end) for each in (live, at_end) if each is not None)
+    return tuple((each.begin, each.end) for each in (live, at_end) if each is not None)
 
 
 class _LastOccupants:

@@ -69,7 +69,7 @@ _Key = Callable[["LiveBuffer"], tuple[float, ...]]
 
 _FEW = 1000
 """Up to so many buffers, and where the lowest height is asked for, all orders are tried, else the first
-``_ORDERS_OF_MANY``."""
+``_ORDERS_OF_MANY``; up to so many, rounds are half as many again."""
 
 _ORDERS_OF_MANY = 4
 
@@ -79,10 +79,6 @@ they would break up the gaps."""
 
 ROUNDS = 60
 """Rounds in which buffers above the memory are packed first."""
-
-_WITHIN_GIVEN_ORDER = 1.03
-"""A packing in a given order that is higher than so many times the memory hardly comes down to it by rounds, and many
-such attempts follow each other."""
 
 
 def _by_size(power: float) -> _Key:
@@ -121,16 +117,15 @@ class Packed:
 def pack(
     buffers: Sequence[LiveBuffer],
     limit: int,
-    order: list[int] | None = None,
     rounds: int = ROUNDS,
 ) -> Packed:
     """Return the lowest packing that is found, or the first not above ``limit`` bytes.
 
-    ``order``: start with this one alone; ``rounds``: see ``ROUNDS``."""
+    ``rounds``: see ``ROUNDS``."""
     best: Packed | None = None
     tried = 0
-    packer = Packer(buffers)
-    for candidate in _orders(buffers, limit) if order is None else (order,):
+    packer = _Packer(buffers)
+    for candidate in _orders(buffers, limit):
         packed = packer.pack(candidate, limit, 0)
         tried += packed.tried
         if best is None or packed.height < best.height:
@@ -141,7 +136,9 @@ def pack(
     if not limit:
         peak = _live_peak(buffers)
         limit = peak + peak // _LOW_ENOUGH
-    if rounds and best.height > limit and (order is None or best.height <= _WITHIN_GIVEN_ORDER * limit):
+    if len(buffers) <= _FEW:
+        rounds += rounds // 2
+    if rounds and best.height > limit:
         best = packer.pack(best.order, limit, rounds)
         tried += best.tried
     return replace(best, tried=tried)
@@ -164,7 +161,7 @@ def _orders(buffers: Sequence[LiveBuffer], limit: int) -> Iterator[list[int]]:
         yield sorted(range(len(buffers)), key=key)
 
 
-class Packer:
+class _Packer:
     """Gives ``buffers`` offsets (``runtime_ext/plan/place.cpp``). Raises ExtensionError where it cannot be built."""
 
     def __init__(self, buffers: Sequence[LiveBuffer]) -> None:

@@ -48,7 +48,7 @@ class _Replay:
         self.host: dict[int, Ref] = {i: buffer.ref for i, buffer in enumerate(self.buffers) if buffer.starts_on_host}
         """By swappable buffer: the value that the host has a copy of."""
         self.loads: dict[int, list[int]] = {}
-        """By buffer that changes over steps: the reloads of what its home holds at the moment."""
+        """By buffer that changes over steps: the reloads of the version that its home holds at the moment."""
         self.written_now: dict[Ref, int] = {v: i for i, b in enumerate(self.buffers) for v in b.versions[1:]}
         """By version that a kernel writes over the one before: its buffer."""
         self.traits = {vertex.id: vertex.traits for vertex in requirements.inputs}
@@ -80,7 +80,7 @@ class _Replay:
                 reload = self._swap_in(subject, self.host[subject])
                 self.loads.setdefault(subject, []).append(reload)
                 self._open(subject, (reload, 0), tick)
-                self.current[subject].scheduled = tick
+                self.current[subject].is_reload = True
             elif event is SwapEvent.EVICT:
                 live = self.current.pop(subject)
                 if self._was_made_here(live, subject):
@@ -99,13 +99,13 @@ class _Replay:
         self.live.merged = self._merged()
 
     def _merged(self) -> dict[int, int]:
-        """Return the reloads that are part of the one before them, by id, with the id of the first of these: loads of
-        adjacent ranges, with no vertex between them, that get offsets together, that the same vertices read and that
-        both, or neither, are what the next step begins with."""
+        """Return the reloads that are part of the one before them, by id, with the id of the first of these. They load
+        adjacent ranges, with no vertex between them. They get offsets together, have the same readers, and both or
+        neither begin the next step."""
         merged: dict[int, int] = {}
         before: tuple[int, int] | None = None
         """The last reload, and its buffer, if nothing ran since."""
-        reload_at = {live.scheduled: live for live in self.live.all if live.scheduled >= 0}
+        reload_at = {live.begin: live for live in self.live.all if live.is_reload}
         for tick, (event, subject) in enumerate(self.events, start=1):
             if event is SwapEvent.RELOAD:
                 live = reload_at[tick]
@@ -142,7 +142,7 @@ class _Replay:
         return released
 
     def _was_made_here(self, live: LiveRange, index: int) -> bool:
-        """Whether the bytes hold what a kernel wrote there, not a copy of what the host has."""
+        """Whether a kernel wrote the bytes, so that they are no copy of the host's."""
         ref = live.values[-1][0]
         return ref in self.written_now or (ref == self.buffers[index].ref and not self.buffers[index].starts_on_host)
 
@@ -158,9 +158,9 @@ class _Replay:
     def _needed_offloads(self) -> set[int]:
         """Return the ticks of the offloads whose copy on the host is used, in this step or by the next one.
 
-        An activation's is where it is reloaded, or kept and evicted. That of a buffer which changes over steps is where
-        its bytes are given up before the next change; and at the end of the step, unless the next one finds it on the
-        device and never reads its home."""
+        An activation's is where it is reloaded, or kept and evicted. A buffer that changes over steps needs one where
+        its bytes are freed before the next change. It needs one at the end of the step, unless the next step finds it
+        on the device and never reads its home."""
         needed = set()
         last: dict[int, int] = {}
         changed: set[int] = set()
@@ -187,7 +187,7 @@ class _Replay:
         return needed
 
     def _resident(self, index: int) -> Ref:
-        """Return the name of what is on the device when the step starts."""
+        """Return the name of the buffer's copy that is on the device when the step starts."""
         buffer = self.buffers[index]
         if not buffer.is_range:
             return buffer.ref
@@ -242,8 +242,6 @@ class _Replay:
                 # Its call finds the whole value where the first range is.
                 first.setdefault(buffer.ref, live).join(live)
             ref, readers = live.values[-1]
-            if live.scheduled >= 0 and live.first_read < 0:
-                live.first_read = tick
             if buffer.begin:
                 further.append(ref)
             else:

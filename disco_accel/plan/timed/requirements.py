@@ -1,8 +1,8 @@
-"""What a step needs of device memory, position by position of its serial order, before anything has an offset.
+"""The needs of a step for device memory, position by position of its serial order, before anything has an offset.
 
 *Pinned* buffers hold their bytes from their producer to their last reader. *Swappable* ones have a copy on the host, so
-that they may leave the device between two uses: inputs that the host has when the step starts, and activations whose
-idle gaps are worth an offload. An input that changes over steps has to be written back to the host after a change
+that they may leave the device between two uses. They are inputs that the host has when the step starts, and activations
+whose idle gaps are worth an offload. An input that changes over steps has to be written back to the host after a change
 before it may leave.
 """
 
@@ -38,7 +38,6 @@ from disco_accel.graph.values import (
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.timed.leaving_values import hold_until_transferred
 from disco_accel.plan.timed.step_buffers import PinnedBuffer, StepRequirements, SwappableBuffer
-from disco_accel.simulate.machine import LaneMap
 from disco_accel.simulate.simulator import Machine
 
 GUESSED_BANDWIDTH = 1e12
@@ -52,20 +51,19 @@ def requirements_of(
     not_offloaded: Collection[int] = (),
     range_bytes: int | None = None,
 ) -> StepRequirements:
-    """Return what ``graph`` needs.
+    """Return the needs of ``graph``.
 
     ``min_gap_ratio``: an activation is swappable only if one of its idle gaps is at least this many times its two
     copies (None: no activation is). ``not_offloaded``: kernels whose outputs are not swappable in any case.
-    ``range_bytes``: values that never change are swapped in ranges of about so many bytes (None: as a
-    whole). Raises Infeasible for in-place writes to
-    values that would have to be copied first, and PlanError for a version of a value that changes over steps which is
-    wanted after it has been overwritten.
+    ``range_bytes``: values that never change are swapped in ranges of about so many bytes (None: as a whole). Raises
+    Infeasible for in-place writes to values that would have to be copied first. Raises PlanError for a version that is
+    wanted after it has been overwritten, of a value that changes over steps.
     """
     serial = serial_order(graph)
     inputs = tuple(vertex for vertex in serial if vertex.kind is VertexKind.INPUT)
     order = serial[len(inputs) :]
     lanes = machine.lanes(graph.spaces)
-    seconds = [vertex_seconds(vertex, lanes) for vertex in order]
+    seconds = [_guessed_seconds(vertex) or lanes.seconds(vertex) for vertex in order]
     alignments = {device.id: device.alignment for device in graph.devices}
     requirements = StepRequirements(graph, inputs, order, seconds, alignments)
     collector = _Collector(requirements, machine, min_gap_ratio, not_offloaded)
@@ -94,11 +92,10 @@ def check_overwrites(graph: TaskGraph) -> None:
                 )
 
 
-def vertex_seconds(vertex: Vertex, lanes: LaneMap) -> float:
-    """Return how long ``vertex`` takes; a kernel without a duration is guessed from its outputs."""
-    if vertex.kind is VertexKind.KERNEL and vertex.duration is None:
-        return sum(vertex.sizes) / GUESSED_BANDWIDTH
-    return lanes.seconds(vertex)
+def _guessed_seconds(vertex: Vertex) -> float:
+    """Return how long a kernel without a duration takes, guessed from its outputs; 0 for all else."""
+    guessed = vertex.kind is VertexKind.KERNEL and vertex.duration is None
+    return sum(vertex.sizes) / GUESSED_BANDWIDTH if guessed else 0.0
 
 
 class _Collector:
@@ -217,7 +214,8 @@ class _Collector:
         return [(begin, min(step, size - begin)) for begin in range(0, size, step)]
 
     def _order_at_home(self) -> None:
-        """Note which kernels use at home what others write over there. Raises PlanError if one is wanted after that."""
+        """Note which kernels use values at home that others write over there. Raises PlanError if one is wanted after
+        that."""
         order = self.requirements.order
         for versions in self.states.values():
             for version, following in pairwise(versions if self.home_uses.written.intersection(versions) else ()):

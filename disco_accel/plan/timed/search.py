@@ -1,39 +1,37 @@
 """The timed planner: swaps are scheduled first, offsets follow.
 
-A step is simulated in time with a counter of bytes (``swap_schedule``): first two steps in a row, whose middle shows
-which buffers are on the device at a step boundary, then one step from there. Several options are drafted. The fastest
-drafts get offsets (``packing``); one that does not fit is drafted again with less memory. The plan that is fastest in
-simulation wins.
+A step is simulated in time with a counter of bytes (``swap_schedule``). First two steps in a row are, whose middle
+shows which buffers are on the device at a step boundary; then one step from there. Several options are drafted. The
+fastest drafts get offsets (``packing``); one that does not fit is drafted again with less memory. The plan that is
+fastest in simulation wins.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.spaces import TO_DEVICE
 from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.plan.common.serial_orders import lower_order
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import DRAFTED, FINISHED, PLACED, REPLAYED, SOLVED, SearchWork
-from disco_accel.plan.timed.draft_queue import DraftQueue
 from disco_accel.plan.timed.drafts import (
     Draft,
-    DraftChoice,
     DraftOptions,
     draft_of,
     permanent_buffers,
     seconds_if_all_resident,
 )
-from disco_accel.plan.timed.kept_gaps import Kept, KeptGaps, kept_gaps
+from disco_accel.plan.timed.kept_gaps import Kept, kept_gaps
 from disco_accel.plan.timed.less_memory import with_less_memory
-from disco_accel.plan.timed.live_ranges import LiveRanges
 from disco_accel.plan.timed.replay import live_ranges_of
-from disco_accel.plan.timed.requirement_kinds import Kind, RequirementKinds
+from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
-from disco_accel.plan.timed.swap_schedule import SwapSchedule
+from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
 from disco_accel.simulate.simulator import Machine, simulate
 
 _WASTE_TRIED_AT = 1
@@ -42,6 +40,22 @@ as long and reload less."""
 
 _KEEPS_UP = 1.003
 """A draft that takes at most so many times a step with memory for everything does not wait for the link."""
+
+_GOOD = 1.003
+"""A draft that takes at most so many times as long as a step with memory for everything is good enough."""
+
+_ANY = 1e9
+"""As ``_GOOD`` where any plan will do: with infinity a search without a draft would be good enough, and end."""
+
+_DRAFTING_SHARE = 0.5
+"""Share of the work, or of the user's time, after which no more options are drafted: drafts need offsets."""
+
+_LEAST_CUT = 1 / 256
+"""A redraft gives up at least this share of the memory, times the number of redrafts: buffers come and go as a whole,
+so less may change nothing."""
+
+_Kind = tuple[bool, float | None, int | None]
+"""Whether in the order with a lower peak; the gap ratio; bytes of a range (None: weights are whole)."""
 
 
 def build_timed(
@@ -52,16 +66,17 @@ def build_timed(
     work: SearchWork | None = None,
     settings: TimedSettings | None = None,
     not_offloaded: Collection[int] = (),
+    any_plan: bool = False,
 ) -> MemGraph:
     """Return the fastest plan found before ``work`` is over. Raises Infeasible if there is none by then.
 
-    ``not_offloaded``: kernels whose outputs stay on their device.
+    ``not_offloaded``: kernels whose outputs stay on their device. ``any_plan``: the first plan found will do.
     """
     settings = settings or TimedSettings()
-    search = _DraftSearch(graph, machine, cyclic, work or SearchWork(), settings, not_offloaded)
+    search = _DraftSearch(graph, machine, cyclic, work or SearchWork(), settings, not_offloaded, any_plan=any_plan)
     search.run()
     search.assign_offsets()
-    if search.makespan > search.floor and settings.second_run and not search.over():
+    if search.makespan > search.floor and not search.over():
         # A draft that was good enough may have lost by its offsets.
         search.floor = 0.0
         search.run()
@@ -108,10 +123,11 @@ def drafted(
     settings: TimedSettings,
     not_offloaded: Collection[int] = (),
     reserve: float = 0.0,
+    any_plan: bool = False,
 ) -> DraftedGraph:
     """Return the drafts of ``graph`` that ``settings`` ask for; arguments as of ``build_timed``. ``reserve``: share of
     the memory that drafts do without, and offsets may take: large values leave gaps between them."""
-    search = _DraftSearch(graph, machine, cyclic, work, settings, not_offloaded, reserve)
+    search = _DraftSearch(graph, machine, cyclic, work, settings, not_offloaded, reserve, any_plan)
     search.run()
     return DraftedGraph(search)
 
@@ -128,6 +144,7 @@ class _DraftSearch:
         settings: TimedSettings,
         not_offloaded: Collection[int],
         reserve: float = 0.0,
+        any_plan: bool = False,
     ) -> None:
         self.graph = graph
         self.settings = settings
@@ -138,15 +155,15 @@ class _DraftSearch:
             device.id: (device.memory - int(reserve * device.memory)) // device.alignment * device.alignment
             for device in graph.devices
         }
-        """What drafts may take of ``capacity``, less ``reserve``, a share of it."""
-        self.kinds = RequirementKinds(graph, machine, not_offloaded)
-        self.programs: dict[Kind, KeptGaps | None] = {}
+        """The bytes of ``capacity`` that drafts may take: all but ``reserve``, a share of it."""
+        self.kinds = _RequirementKinds(graph, machine, not_offloaded)
+        self.programs: dict[_Kind, Kept | None] = {}
         self.attempted: set[tuple[DraftOptions, int | None, tuple[int, ...]]] = set()
         self.drafted: list[tuple[Draft, DraftOptions]] = []
         self.range_bytes: int | None = None
         """About how many bytes the ranges have in which weights are drafted (None: they are drafted as a whole)."""
-        self.floor = settings.good * self.ideal
-        self.queue = DraftQueue(settings.retry_bonus, self.floor)
+        self.floor = (_ANY if any_plan else _GOOD) * self.ideal
+        self.queue = _DraftQueue(self.floor)
         self.plan: MemGraph | None = None
         self.makespan = float("inf")
 
@@ -174,9 +191,9 @@ class _DraftSearch:
     def run(self) -> None:
         """Draft, one option after the other, each on top of the best combination so far (coordinate descent).
 
-        Invariant: ``best`` only ever gets faster, so the order decides what is found. Gap ratios come first because the
-        others depend on which activations are swappable; the fine search around the best share comes last. No option
-        is tried once a draft is within the floor, except those that may save reloads without costing time."""
+        Invariant: ``best`` only ever gets faster, so the order decides which plan is found. Gap ratios come first
+        because the others depend on which activations are swappable. No option is tried once a draft is within the
+        floor, except those that may save reloads without costing time."""
         settings = self.settings
         first_share, *other_shares = settings.resident_shares
         for ratio in settings.min_gap_ratios:
@@ -189,9 +206,6 @@ class _DraftSearch:
             self.attempt(replace(self.best(), resident_share=share), limited=True, even_if_good=wasteful)
         if settings.outliers_permanent:
             self.attempt(replace(self.best(), outliers_permanent=True), limited=True)
-        best = self._fastest_of(self.drafted)
-        if best is None or not best[1].program_gaps:
-            self._refine_share()
 
     def _attempt_by_program(self) -> None:
         """Draft with the gaps of the step program, if the graph is large enough for it."""
@@ -201,8 +215,8 @@ class _DraftSearch:
     def run_in_ranges(self) -> None:
         """Draft anew with weights in ranges, of one size after the other, and give the drafts offsets.
 
-        The plan so far stays unless one of these is faster: ranges that have to lie side by side are harder to place,
-        so that a search with them from the start may find nothing that fits."""
+        The plan so far stays unless one of these is faster. Ranges that have to lie side by side are harder to place: a
+        search with them from the start may find no offsets."""
         memory = max(self.draft_capacity.values())
         best = self.best()
         small = len(self.graph.vertices) <= self.settings.descend_in_ranges_up_to
@@ -223,92 +237,52 @@ class _DraftSearch:
             # No plan is faster than its draft.
             if self.fastest() >= self.makespan:
                 continue
-            if not small:
-                self.work.part += self.settings.work_in_ranges
             self.assign_offsets()
 
-    def _refine_share(self) -> None:
-        """Look around the best share; the step is halved where neither neighbour is faster, so this ends."""
-        step = self.settings.share_step
-        while step > self.settings.share_step / 5:
-            best, before = self.best(), self.fastest()
-            for share in (best.resident_share - step, best.resident_share + step):
-                if 0.0 <= share <= 1.0:
-                    self.attempt(replace(best, resident_share=share), limited=True)
-            if self.fastest() >= before:
-                step /= 2
-
     def assign_offsets(self) -> None:
-        """Give drafts offsets, the most promising first, until none can be faster than the best plan.
-
-        A draft that does not fit comes back to the queue with its packing, ranked by what mending it may cost; when its
-        turn comes again it is mended, by delayed reloads or by a new draft with less memory."""
+        """Give drafts offsets, the most promising first, until none can be faster than the best plan."""
         while self.queue and self.makespan > self.floor and not self.over():
-            draft, unpacked = self.queue.pop()
+            draft = self.queue.pop()
             # Offsets only add waits, so no plan is faster than its draft.
             if draft.schedule.seconds >= self.makespan:
                 continue
-            if unpacked is None:
-                self._pack(draft)
-            elif self._waits_for_link(draft):
-                self._redraft(draft, unpacked[1])
+            live = live_ranges_of(draft.requirements, draft.schedule, draft.permanent, draft.at_start, self.cyclic)
+            self.work.add(REPLAYED, draft.requirements.end)
+            rounds = self.settings.repacking_rounds
+            over = live.assign_offsets(self.capacity, lowest=not draft.schedule.reloaded, rounds=rounds)
+            self.work.add(PLACED, live.tried)
+            if over:
+                self._redraft(draft, over)
             else:
-                self._delay_prefetches(draft, *unpacked)
+                self._keep_if_faster(live.plan(self.cyclic))
 
-    def _pack(self, draft: Draft) -> None:
-        live = live_ranges_of(draft.requirements, draft.schedule, draft.choice.permanent, draft.at_start, self.cyclic)
-        live.delays, live.repacking_rounds = self.settings.prefetch_delays, self.settings.repacking_rounds
-        self.work.add(REPLAYED, draft.requirements.end)
-        over = live.assign_offsets(self.capacity, lowest=not draft.schedule.reloaded)
-        self.work.add(PLACED, live.tried)
-        if over:
-            self.queue.put_back(draft, (live, over))
-        else:
-            self._keep_if_faster(live.plan(self.cyclic))
-
-    def _delay_prefetches(self, draft: Draft, live: LiveRanges, over: dict[int, Profile]) -> None:
-        """Delay reloads; draft again where that does not help, or costs time."""
-        tried, still_over = live.tried, live.delay_prefetches(self.capacity)
-        self.work.add(PLACED, live.tried - tried)
-        seconds = float("inf") if still_over else self._keep_if_faster(live.plan(self.cyclic))
-        if seconds > draft.schedule.seconds:
-            self._redraft(draft, still_over or over)
-
-    def _keep_if_faster(self, plan: MemGraph) -> float:
-        """Keep the plan if it is the fastest so far; return its seconds."""
+    def _keep_if_faster(self, plan: MemGraph) -> None:
         self.work.add(FINISHED, len(plan.vertices))
         makespan = simulate(plan, self.machine).makespan
         if makespan < self.makespan:
             self.plan, self.makespan = plan, makespan
-        return makespan
-
-    def _waits_for_link(self, draft: Draft) -> bool:
-        """Whether the draft keeps links so busy that a reload which starts later cannot be made up for."""
-        links = sum(self.machine.link(TO_DEVICE).rate(device) for device in self.capacity)
-        return draft.schedule.reloaded > self.settings.busy_link * draft.schedule.seconds * links
 
     def _redraft(self, draft: Draft, over: Mapping[int, Profile]) -> None:
         """Draft once more with less memory where the packing was above it."""
         if draft.retries >= self.settings.redrafts:
             return
-        part = self.settings.least_cut * (draft.retries + 1)
+        part = _LEAST_CUT * (draft.retries + 1)
         requirements = with_less_memory(
             draft, over, {d: int(part * m) for d, m in self.capacity.items()}, self.capacity
         )
         if requirements is None:
             return
-        choice = draft.choice
-        if choice.kept:
-            program = self._solve(requirements)
-            choice = replace(choice, kept=program.kept if program else {})
-        self._draft(requirements, choice, draft.retries + 1)
+        kept = self._solve(requirements) if draft.kept else {}
+        self._draft(requirements, draft.permanent, kept or {}, draft.retries + 1)
 
-    def _draft(self, requirements: StepRequirements, choice: DraftChoice, retries: int = 0) -> Draft | None:
+    def _draft(
+        self, requirements: StepRequirements, permanent: tuple[int, ...], kept: Kept, retries: int = 0
+    ) -> Draft | None:
         """Draft, and queue the draft unless its schedule was there before; None if it is infeasible."""
         self.work.add(DRAFTED, 3 * (requirements.end + _uses_of_ranges(requirements)))
         self.work.drafts += 1
         try:
-            draft = draft_of(requirements, self.machine, self.draft_capacity, choice, self.cyclic)
+            draft = draft_of(requirements, self.machine, self.draft_capacity, permanent, kept, cyclic=self.cyclic)
         except Infeasible:
             return None
         draft = replace(draft, retries=retries)
@@ -339,10 +313,9 @@ class _DraftSearch:
         even_if_spent: bool = False,
     ) -> None:
         """Draft with these options unless the search has gone on for long enough."""
-        drafting = self.settings.drafting_share
-        spent = self.over(drafting) and (limited or self.drafted)
+        spent = self.over(_DRAFTING_SHARE) and (limited or self.drafted)
         good = self.fastest() <= self.floor and not even_if_good
-        if good or (spent and not even_if_spent) or self.work.late(drafting):
+        if good or (spent and not even_if_spent) or self.work.late(_DRAFTING_SHARE):
             return
         requirements = self._requirements(options.min_gap_ratio, options.low_peak_order)
         if requirements is None:
@@ -350,36 +323,104 @@ class _DraftSearch:
         kept: Kept = {}
         if options.program_gaps:
             options = replace(options, resident_share=0.0, outliers_permanent=False)
-            program = self._kept_gaps(options)
-            if program is None:
+            solved = self._kept_gaps(options)
+            if solved is None:
                 return
-            kept = program.kept
+            kept = solved
         permanent = tuple(permanent_buffers(requirements, self.draft_capacity, options))
         # Which buffers are permanent is all that a share and the outliers decide.
         attempt = replace(options, resident_share=0.0, outliers_permanent=False), self.range_bytes, permanent
         if attempt in self.attempted:
             return
         self.attempted.add(attempt)
-        draft = self._draft(requirements, DraftChoice(permanent, kept))
+        draft = self._draft(requirements, permanent, kept)
         if draft is not None:
             self.drafted.append((draft, options))
 
-    def _kept_gaps(self, options: DraftOptions) -> KeptGaps | None:
-        """What the step program keeps of the buffers of a draft with these options."""
+    def _kept_gaps(self, options: DraftOptions) -> Kept | None:
+        """Gaps through which the step program keeps the buffers of a draft with these options."""
         kind = options.low_peak_order, options.min_gap_ratio, self.range_bytes
         requirements = self.kinds.get(*kind)
         if kind not in self.programs and requirements is not None:
             self.programs[kind] = self._solve(requirements)
         return self.programs[kind]
 
-    def _solve(self, requirements: StepRequirements) -> KeptGaps | None:
+    def _solve(self, requirements: StepRequirements) -> Kept | None:
         self.work.add(SOLVED, requirements.end)
-        return kept_gaps(requirements, self.machine, max(self.draft_capacity.values()))
+        solved = kept_gaps(requirements, self.machine, max(self.draft_capacity.values()))
+        return solved[1] if solved else None
 
     def _requirements(self, ratio: float | None, low_peak_order: bool = False) -> StepRequirements | None:
         return self.kinds.get(low_peak_order, ratio, self.range_bytes)
 
 
+class _RequirementKinds:
+    """Requirements of ``graph`` by kind, each collected once, in ``made`` (None: no draft of the kind can be)."""
+
+    def __init__(self, graph: TaskGraph, machine: Machine, not_offloaded: Collection[int]) -> None:
+        self.graph = graph
+        self.made: dict[_Kind, StepRequirements | None] = {}
+        self._machine = machine
+        self._not_offloaded = not_offloaded
+
+    def get(self, low_peak_order: bool, ratio: float | None, range_bytes: int | None) -> StepRequirements | None:
+        """Return the requirements of a kind."""
+        kind = low_peak_order, ratio, range_bytes
+        if kind not in self.made:
+            self.made[kind] = self._collected(*kind)
+        return self.made[kind]
+
+    def _collected(self, low_peak_order: bool, ratio: float | None, range_bytes: int | None) -> StepRequirements | None:
+        graph = self.low_peak_graph if low_peak_order else self.graph
+        if graph is None:
+            return None
+        try:
+            return requirements_of(graph, self._machine, ratio, self._not_offloaded, range_bytes)
+        except Infeasible:
+            return None
+
+    @cached_property
+    def low_peak_graph(self) -> TaskGraph | None:
+        """The graph in an order with a lower peak, if there is one."""
+        return lower_order(self.graph)
+
+
 def _uses_of_ranges(requirements: StepRequirements) -> int:
     """How often a kernel waits for a range of a value."""
     return sum(len(buffer.uses) for buffer in requirements.swappable if buffer.is_range)
+
+
+class _DraftQueue:
+    """Drafts that have no offsets yet, the fastest first. ``good``: seconds of a step below which none is better than
+    another."""
+
+    def __init__(self, good: float) -> None:
+        self._good = good
+        self._heap: list[tuple[float, int, int, Draft]] = []
+        """Seconds, bytes reloaded, number, draft."""
+        self._pushed = 0
+        self._schedules: dict[float, list[list[tuple[SwapEvent, int]]]] = {}
+        """Events of all drafts that were added by their seconds."""
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def clear(self) -> None:
+        """Forget all drafts."""
+        self._heap.clear()
+
+    def rank(self, schedule: SwapSchedule) -> tuple[float, int]:
+        """Seconds of a schedule, then bytes reloaded, by which schedules are compared."""
+        return max(schedule.seconds, self._good), schedule.reloaded
+
+    def add(self, draft: Draft) -> None:
+        """Add ``draft`` unless one with the same schedule was added before."""
+        equally_fast = self._schedules.setdefault(draft.schedule.seconds, [])
+        if draft.schedule.events not in equally_fast:
+            equally_fast.append(draft.schedule.events)
+            self._pushed += 1
+            heapq.heappush(self._heap, (*self.rank(draft.schedule), self._pushed, draft))
+
+    def pop(self) -> Draft:
+        """Take the first out."""
+        return heapq.heappop(self._heap)[-1]

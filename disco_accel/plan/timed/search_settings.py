@@ -1,6 +1,6 @@
-"""What the timed planner tries: every move of its search is a field that can be switched off.
+"""The moves of the timed planner's search: each is a field that can be switched off.
 
-``python -m benchmarks.planner --ablate`` says what each is worth, in simulated step time and in CPU seconds of
+``python -m benchmarks.planner --ablate`` measures the worth of each, in simulated step time and in CPU seconds of
 planning, on graphs that none was tuned on (docs/planner.md). One that is worth less than half a percent is not here.
 """
 
@@ -22,10 +22,6 @@ class TimedSettings:
     every gap ratio, the others for the best. Where a step waits for the link, permanent weights save evictions that
     the nearest next use alone would choose badly."""
 
-    share_step: float = 0.08
-    """Fine search around the best resident share: both neighbours at this distance, which is halved where neither is
-    faster, down to a fifth; 0: none."""
-
     outliers_permanent: bool = True
     """Draft with unusually large weights (embeddings, the head) permanent before others: bytes that have to be kept
     free for swaps depend on the largest buffer that swaps."""
@@ -34,18 +30,8 @@ class TimedSettings:
     """Draft in a serial order with a lower live peak. It counts where the given order is a bad one."""
 
     program_gaps_from: float = 1000
-    """Vertices of a graph from which on it is drafted, too, with what the step program keeps between two uses
-    (``kept_gaps.py``), if it has one device; infinity: never."""
-
-    second_run: bool = True
-    """Draft on where a draft was good enough but its offsets cost time."""
-
-    prefetch_delays: tuple[float, ...] = (0.03, 0.12, 0.4)
-    """Where offsets do not fit, reloads take their bytes later, by these shares of the time to their first reader; each
-    is tried in turn. Empty: draft again with less memory instead."""
-
-    busy_link: float = 0.9
-    """Share of a step that the link is busy from which on reloads are not delayed: a late one cannot be made up for."""
+    """From so many vertices on, a graph of one device is drafted, too, with the gaps of the step program
+    (``kept_gaps.py``); infinity: never."""
 
     redrafts: int = 8
     """How often a draft without offsets is drafted again with less memory where its packing was above it; 0: never."""
@@ -57,24 +43,8 @@ class TimedSettings:
     """As ``range_shares``, of a graph that is larger than ``descend_in_ranges_up_to``; 1: none."""
 
     descend_in_ranges_up_to: int = 2000
-    """Vertices of a graph up to which all options are tried again with weights in ranges; of a larger one the best so
-    far alone, since each option takes a second or more of such a graph."""
-
-    work_in_ranges: float = 0.5
-    """How much more work such a graph gets, as a part of what is enough for it: offsets of ranges take redrafts."""
-
-    retry_bonus: float = 0.02
-    """How much sooner, as a share of its seconds, a draft gets offsets for each redraft that it has been through."""
+    """Up to so many vertices, all options are tried again with weights in ranges. Of a larger graph the best so far
+    alone is, since each option takes a second or more."""
 
     repacking_rounds: int = 60
     """Rounds in which buffers that lie above the memory are packed first; 0: none."""
-
-    drafting_share: float = 0.5
-    """Share of the work, or of the user's time, after which no more options are drafted: drafts need offsets."""
-
-    good: float = 1.003
-    """A draft that takes at most so many times what a step with memory for everything takes is not bettered."""
-
-    least_cut: float = 1 / 256
-    """A redraft gives up at least this share of the memory, times the number of redrafts: buffers come and go as a
-    whole, so less may change nothing."""

@@ -16,28 +16,24 @@ from disco_accel.plan.timed.search import build_timed
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.simulate.machine import Machine
 
-FRUGAL = replace(
-    TimedSettings(),
-    resident_shares=(0.0,),
-    share_step=0.0,
-    outliers_permanent=False,
-    second_run=False,
-    good=1e9,
-)
-"""Only what makes a plan feasible, not what makes it fast: a draft for each gap ratio, its redrafts and its offsets."""
+FRUGAL = replace(TimedSettings(), resident_shares=(0.0,), outliers_permanent=False)
+"""Only moves that make a plan feasible, none that makes it fast: a draft for each gap ratio, its redrafts and
+offsets."""
 
 _STEP = 4
 """Sizes are tried from the largest vertex's need up, each larger than the one before by this part of it."""
 
 _WORTH = 5.0
-"""Seconds of counted work, beyond what the modest search takes, that are spent on the last few units."""
+"""Seconds of counted work that are spent on the last few units, after the modest search."""
 
 
 def plan_frugally(
     graph: TaskGraph, machine: Machine, *, cyclic: bool, work: SearchWork, not_offloaded: Collection[int] = ()
 ) -> MemGraph:
     """Return a plan of ``graph`` that need not be fast. Raises Infeasible."""
-    return build_timed(graph, machine, cyclic=cyclic, work=work, settings=FRUGAL, not_offloaded=not_offloaded)
+    return build_timed(
+        graph, machine, cyclic=cyclic, work=work, settings=FRUGAL, not_offloaded=not_offloaded, any_plan=True
+    )
 
 
 def smallest_timed_memory(graph: TaskGraph, machine: Machine, *, cyclic: bool, work: SearchWork) -> int:
@@ -55,7 +51,9 @@ def smallest_timed_memory(graph: TaskGraph, machine: Machine, *, cyclic: bool, w
     def fits(units: int, settings: TimedSettings) -> bool:
         trial = SearchWork()
         try:
-            build_timed(with_at_least(graph, units * unit), machine, cyclic=cyclic, work=trial, settings=settings)
+            frugal = settings is FRUGAL
+            sized = with_at_least(graph, units * unit)
+            build_timed(sized, machine, cyclic=cyclic, work=trial, settings=settings, any_plan=frugal)
         except Infeasible:
             return False
         finally:

@@ -1,4 +1,4 @@
-"""Buffers of a step and what the positions of its serial order need of them, before anything has an offset."""
+"""Buffers of a step, and the needs of each position of its serial order, before anything has an offset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex
 from disco_accel.graph.values import must_survive_step
 
 STEP_START = -1
-"""The position of what is there before the first vertex of a step."""
+"""The position of buffers that are there before the first vertex of a step."""
 
 Profile = npt.NDArray[np.int64]
 """Bytes by position."""
@@ -41,13 +41,11 @@ class SwappableBuffer:
 
     ``uses``: the positions for which it has to be on the device. One that ``starts_on_host`` is ``evictable_from``
     position 0; ``writes``: the positions, among its uses, that change it in place, and ``versions`` its names from
-    ``ref`` on. ``outlives_step``: the device's copy is good for the next step too; one that does not is loaded from
-    ``evictable_from`` on, which in the second of two steps is where that starts, and behind the kernel that writes it
-    at home. An activation stays on the device
-    from its ``producer`` up to before ``evictable_from``, by when its
-    offload should have ended; readers in between are
-    not among its ``uses``. ``home``: the space that has it when its device has not. ``begin``: where its bytes begin in
-    the value, of which it is a range if ``is_range``.
+    ``ref`` on. ``outlives_step``: the device's copy is good for the next step too. One that does not is loaded from
+    ``evictable_from`` on, behind the kernel that writes it at home; of two steps the second has its own
+    ``evictable_from``. An activation stays on the device from its ``producer`` up to before ``evictable_from``, by when
+    its offload should have ended; readers in between are not among its ``uses``. ``home``: the space that has it when
+    its device has not. ``begin``: where its bytes begin in the value, of which it is a range if ``is_range``.
     """
 
     ref: Ref
@@ -75,15 +73,13 @@ class SwappableBuffer:
 class StepRequirements:
     """``order``: the vertices but for inputs, by position, with the ``seconds`` of each.
 
-    ``reads[p]``: swappable buffers that position p reads, as indices. ``devices[p]``: where memory changes.
-    ``made[p]``: swappable buffers that position p produces; ``changed[p]``:
-    those that it writes over; ``written[p]``: those that it writes at home; ``read_before[p]``: those whose homes it
-    writes over, after their reloads, and
-    ``used_before[p]``: the kernels that used what it writes over there, by id. By device
-    and position, the position after the last standing for the end of the step: ``pinned_bytes``, and
-    ``unevictable_bytes`` of activations before they are evictable; ``withheld_bytes``: what of ``pinned_bytes`` is no
-    buffer's, but kept free for gaps between them. ``derived``: what has been worked out from all but these bytes, and
-    holds for others that differ in them alone."""
+    By position, as indices of swappable buffers: ``reads``; ``made``: those that it produces; ``changed``: those that
+    it writes over. ``written``: those that it writes at home; ``read_before``: those whose homes it writes over, after
+    their reloads. ``used_before[p]``: ids of kernels that used the values which it writes over there. ``devices[p]``:
+    where memory changes. Bytes are by device and position; the position after the last is the end of the step.
+    ``pinned_bytes``; ``unevictable_bytes``: of activations before they are evictable; ``withheld_bytes``: the part of
+    ``pinned_bytes`` that stays free for gaps between buffers. ``derived``: results that depend on none of these bytes,
+    shared by requirements that differ in them alone."""
 
     graph: TaskGraph
     inputs: tuple[Vertex, ...]

@@ -22,7 +22,7 @@ from tests.support.graphs.weight_chains import tight_chain
 
 _FACTORS = (1.2, 1.5, 2.0, 2.5, 3.0)
 _SHARES = (0.3, 0.2, 0.1, 0.05)
-_SETTINGS = TimedSettings(share_step=0.0, redrafts=2, repacking_rounds=12, low_peak_order=False)
+_SETTINGS = TimedSettings(redrafts=2, repacking_rounds=12, low_peak_order=False)
 """Any plan will do: the moves of the search that only look for a faster one are left out."""
 
 

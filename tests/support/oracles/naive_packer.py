@@ -17,13 +17,13 @@ _QUARTERS = 4
 
 
 class NaivePacker:
-    """As ``Packer``."""
+    """As ``_Packer``."""
 
     def __init__(self, buffers: Sequence[LiveBuffer]) -> None:
         self._buffers = buffers
 
     def pack(self, order: Sequence[int], limit: int, rounds: int) -> Packed:
-        """See ``Packer``."""
+        """See ``_Packer``."""
         best: Packed | None = None
         current = list(order)
         for turn in range(rounds + 1):
