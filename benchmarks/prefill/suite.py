@@ -146,7 +146,7 @@ class PromptPair:
         try:
             return self.run_eager("streamed")
         finally:
-            hooks.remove()
+            hooks.remove(self.eager)
 
     def run_on(self, name: str, executor: Executor) -> tuple[float, float]:
         """Sum of the logits, and seconds of a prefill that ``executor`` runs, to its very end."""

@@ -98,7 +98,7 @@ def test_a_rank_that_is_killed_leaves_its_memory_to_one_that_waits(tmp_path: Pat
         meet(processes, tmp_path, "crowded")
 
         def leasts() -> list[int]:
-            return [client["least"] for client in watch.stats()["clients"] if client["least"]]
+            return [client["minimum"] for client in watch.stats()["clients"] if client["minimum"]]
 
         # They are found beside the steps; one byte is what a job says before.
         until(lambda: len(leasts()) == 2 and min(leasts()) > 1)
@@ -107,7 +107,7 @@ def test_a_rank_that_is_killed_leaves_its_memory_to_one_that_waits(tmp_path: Pat
         (tmp_path / "crowded-go").touch()
 
         def jobs() -> dict[int, int]:
-            return {client["pid"]: client["grant"] for client in watch.stats()["clients"] if client["least"]}
+            return {client["pid"]: client["grant"] for client in watch.stats()["clients"] if client["minimum"]}
 
         until(lambda: list(jobs().values()) == [0, 0])
         # Also one that waits for the other behind its backward gives its memory back.
