@@ -69,11 +69,12 @@ sanitize: setup  ## 10^4 random programs plain and under sanitizers, 10^3 steps 
 fuzz: setup  ## 10^5 damaged files against the command line; half an hour on one core
 	@$(PY) -m tests.cli.fuzz --count 100000 --keep out/fuzz
 
-# One process; about half an hour for 10^5 graphs.
+# One process; about half an hour for 10^5 graphs, and three quarters for as many with duplicates.
 safety: export OMP_NUM_THREADS := 1
 safety: export PYTHONPATH := $(CURDIR)
 safety: $(INSTALLED)  ## random graphs, budgets and policies against an adversary, and planted faults; SAFETY_GRAPHS=100000
 	@$(PY) -m tests.verify.safety --graphs $(or $(SAFETY_GRAPHS),100000)
+	@$(PY) -m tests.graph.duplicates --graphs $(or $(SAFETY_GRAPHS),100000)
 
 demo: setup  ## LoRA under half the memory, with and without us, compared bit for bit; three minutes
 	@$(PY) -m benchmarks.demo

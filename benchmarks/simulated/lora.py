@@ -25,6 +25,7 @@ from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.files import write_atomically
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
+from disco_accel.graph.value_numbering import without_recomputation
 from disco_accel.measure.costs import Estimated
 from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.summary import swapped_bytes
@@ -131,7 +132,7 @@ def _row(cell: Cell, outlined: Outline, step: CapturedStep, machine: Machine) ->
         planned = plan_step(step, outlined.budget(budget), PlannerSettings("timed", machine=machine))
     except BudgetTooSmall as error:
         return replace(row, needed=error.needed)
-    plan, bound = planned.plan, bound_of(planned.graph, machine)
+    plan, bound = planned.plan, bound_of(without_recomputation(planned.whole), machine)
     return replace(
         row,
         period=_period(plan, machine),

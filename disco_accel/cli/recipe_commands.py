@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
 from disco_accel.graph.spaces import BETWEEN_DEVICES, TO_DEVICE, TO_HOST
-from disco_accel.graph.value_numbering import kept_bytes
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.quantised.forms import PackedForm
@@ -80,6 +79,11 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: the recipe's)",
     )
     parser.add_argument("--chunks", metavar="N", type=_chunks, help="that large kernels run in, or auto (the recipe's)")
+    parser.add_argument(
+        "--recompute",
+        choices=("auto", "as-written"),
+        help="auto: what fits is kept in the place of recomputation (default: the recipe's)",
+    )
     parser.add_argument("--micro-batches", metavar="M", type=int, help="that a batch runs in (default: the recipe's)")
     parser.add_argument("--passes", action="store_true", help="list what changed the graph between capture and plan")
     parser.add_argument("-o", "--output", metavar="DIR", help="folder for the plan, its figures and pictures")
@@ -198,6 +202,7 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     say(config.without_effect)
     machine = _machine(options.device, config)
     settings = PlannerSettings(config.planner, config.policy, machine, deadline(options, config.deadline))
+    settings = replace(settings, recompute=config.recompute)
     sharing = Sharing(_device_count(config), _parallel(config))
     more: dict[str, Any] = {}
 
@@ -226,7 +231,8 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
         more["passes"] = [each.as_dict() for each in planned.applied]
     estimated_for = backend_of_kind(options.device).speed.name
     budget, names = planned.budget.as_dict(), outlined.names
-    result = forecast(planned.graph, planned.plan, machine, budget, names, estimated_for, made.captured.copies)
+    copies, whole = made.captured.copies, planned.whole
+    result = forecast(planned.graph, planned.plan, machine, budget, names, estimated_for, copies, whole)
     result = replace(result, figures={**result.figures, **more})
     print(json.dumps(result.figures))
     # The same for people, who may have sent the line of JSON elsewhere.
@@ -241,6 +247,8 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
 def _figures(outlined: Any, made: StagedStep, config: DiscoConfig) -> dict[str, Any]:
     """The figures of a plan beside its forecast. Raises ConfigError where the host memory of ``config`` is less than
     the plan takes."""
+    from dataclasses import asdict
+
     from disco_accel.step.compile.budget_parts import host_memory_parts, require_host_memory
     from disco_accel.step.compile.compiled_step import shared_weights
     from disco_accel.step.optimizer_home import TrainedBytes, keeps_masters
@@ -258,8 +266,7 @@ def _figures(outlined: Any, made: StagedStep, config: DiscoConfig) -> dict[str, 
         "optimizer": outlined.optimizer.value,
         "update": outlined.update,
         "cut_short": planned.cut,
-        "dequantisations_saved": len(planned.left_out),
-        "kept_dequantised_bytes": kept_bytes(planned.left_out),
+        "recomputation": None if planned.recomputation is None else asdict(planned.recomputation),
     }
 
 
@@ -295,7 +302,9 @@ def _outlined(options: argparse.Namespace, parallel: str | None = None) -> tuple
     config = DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {}))
     # A graph alone has no budget: auto means the device.
     known = hasattr(options, "memory")
-    asked = {key: getattr(options, key, None) for key in ("devices", "parallel", "micro_batches", "chunks")}
+    asked = {
+        key: getattr(options, key, None) for key in ("devices", "parallel", "micro_batches", "chunks", "recompute")
+    }
     asked |= {"parallel": parallel} if parallel is not None else {}
     config = replace(config, **{key: value for key, value in asked.items() if value is not None})
     by_rows = config.parallel == "batch" and _device_count(config) > 1

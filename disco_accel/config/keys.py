@@ -212,6 +212,7 @@ PARSERS: dict[str, Parser] = {
     "parallel": _one_of("auto", "layers", "batch", "tensor"),
     "micro_batches": _count(1),
     "chunks": _chunks,
+    "recompute": _one_of("auto", "as-written"),
     "link_bandwidth": _bandwidth,
     "compute_threads": _count(1, optional=True),
     "self_check": _auto_or_off,

@@ -85,6 +85,7 @@ class DiscoConfig:
     parallel: str = "auto"
     micro_batches: int = 1
     chunks: int | Literal["auto"] = 1
+    recompute: str = "auto"
     link_bandwidth: float | str | None = None
     compute_threads: int | None = None
     self_check: str = "auto"

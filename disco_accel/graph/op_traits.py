@@ -64,6 +64,10 @@ class _OpTraits:
     direct: tuple[str, ...] = ()
     """Overloads that the engine computes itself on the host, without the dispatcher (``runtime_ext/torch/direct.cpp``);
     recording compares the bits."""
+    pure: bool = False
+    """Of an op that is not PyTorch's own: it makes the same bits of the same inputs, and changes nothing else."""
+    inside_reader: bool = False
+    """Its reader's own call does it, so that it is left out only with the reader; it is a kernel for its estimate."""
     moves: bool = False
     """It only moves elements, and its out overload is a generated one, which calls the op and copies: of use only where
     the engine computes it itself."""
@@ -99,6 +103,9 @@ def _rows() -> Iterator[tuple[str, dict[str, Any]]]:
 
     yield from _all("mm addmm bmm baddbmm matmul", arithmetic=Arithmetic.PRODUCT)
     yield "aten::linear", {"arithmetic": Arithmetic.LINEAR}
+    for product in ("gemm_4bit", "int8_scaled_mm"):
+        yield f"bitsandbytes::{product}", {"pure": True}
+        yield f"bitsandbytes::{product}.dequantise", {"pure": True, "inside_reader": True}
     yield from _all("embedding index index_select gather", gathers=True)
     yield "aten::embedding", {"row_lookup": True}
     yield (

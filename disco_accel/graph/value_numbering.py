@@ -1,19 +1,19 @@
-"""Kernels that compute the same bits: dequantised weights, which forward, recomputation and backward each compute anew.
+"""Kernels that compute the same bits: recomputation, dequantised weights, and one cast that several readers asked for.
 
-Value numbering over the kernels that can be reached from read-only inputs alone: two of them are equal if they make the
-same call of equal values. A value that is made twice may be kept from its first maker to the readers of the second
-(``without``). A planner weighs seconds against bytes.
+Value numbering over all kernels: two of them are equal if they make the same call of equal values. A value that is made
+twice may as well be kept from its first maker to the readers of the second (``without``). A planner weighs seconds
+against bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from disco_accel.graph.check import after_gate, dependencies
 from disco_accel.graph.copies import copies_bytes
 from disco_accel.graph.op_traits import op_traits
-from disco_accel.graph.taskgraph import OpCall, TaskGraph, Vertex, VertexKind, tensor_args
+from disco_accel.graph.taskgraph import OpCall, Ref, TaskGraph, Vertex, VertexKind, tensor_args
 from disco_accel.graph.values import is_handed_out, never_changes, overwrites
 
 _PACKED = ("int8", "uint8", "int16", "uint16", "int32", "uint32")
@@ -22,77 +22,101 @@ _PACKED = ("int8", "uint8", "int16", "uint16", "int32", "uint32")
 
 @dataclass(frozen=True, slots=True)
 class Clone:
-    """Kernel ``vertex`` computes the bits of ``original``, an earlier one. ``nbytes``: of its values that are read."""
+    """Kernel ``vertex`` computes the bits of ``original``, an earlier one. ``nbytes``: of its outputs that are read.
+    ``constant``: they are the same in every step."""
 
     vertex: int
     original: int
     nbytes: int
+    constant: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Constant:
-    """A value that is the same in every step: its ``number``, equal for equal values, its read-only inputs, and whether
-    one of these is packed."""
+    """A value that is the same in every step: the read-only inputs that it is made from, and whether one of them is
+    packed."""
 
-    number: int
     inputs: frozenset[int]
     packed: bool
 
 
 @dataclass
 class _Numbering:
-    """``of``: by vertex, all of whose outputs are constant. ``read_by_others``: outputs of those that other kernels
-    read; ``read``: those that any reads. ``overwritten``: those that a kernel writes over."""
+    """``numbers``: vertex → a number, equal for vertices with equal outputs. ``repeatable``: vertices that make the
+    same bits of the same values. ``constants``: those whose outputs are the same in every step. ``read``: values that
+    any vertex reads. ``read_by_others``: constant vertex → its outputs that other vertices read. ``overwritten``:
+    vertices over whose values a kernel writes."""
 
     graph: TaskGraph
-    of: dict[int, _Constant] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
+    constants: dict[int, _Constant] = field(default_factory=dict)
+    repeatable: set[int] = field(default_factory=set)
+    read: set[Ref] = field(default_factory=set)
     read_by_others: dict[int, set[int]] = field(default_factory=dict)
-    read: set[int] = field(default_factory=set)
     overwritten: set[int] = field(default_factory=set)
-    numbers: dict[object, int] = field(default_factory=dict)
+    keys: dict[object, int] = field(default_factory=dict)
 
     def run(self) -> _Numbering:
         """Number all vertices, which are in a topological order."""
-        ops = self.graph.ops
+        by_id = {vertex.id: vertex for vertex in self.graph.vertices}
         for vertex in self.graph.vertices:
-            if vertex.kind is VertexKind.INPUT:
-                if never_changes(vertex):
-                    self.of[vertex.id] = _Constant(self._number(vertex.id), frozenset((vertex.id,)), False)
-                continue
-            if all(producer in self.of for producer, _ in vertex.inputs):
-                call = ops.get(vertex.id)
-                if call is not None and _repeatable(vertex, call):
-                    self.of[vertex.id] = self._constant(vertex, call)
-            own = vertex.id in self.of
-            for producer, output in vertex.inputs:
-                if producer in self.of:
-                    self.read.add(producer)
-                    if not own:
+            call = self.graph.ops.get(vertex.id)
+            key: object = vertex.id
+            # A value that the user gets, or that outlives the step, has to be written over each time.
+            ours = all(
+                by_id[made].kind is VertexKind.KERNEL and not is_handed_out(by_id[made]) for made in _over(vertex)
+            )
+            if call is not None and ours and _repeatable(vertex, call) and self._is_pure(vertex, call):
+                self.repeatable.add(vertex.id)
+                key = self._key(vertex, call)
+            self.numbers[vertex.id] = self.keys.setdefault(key, len(self.keys))
+            if never_changes(vertex):
+                self.constants[vertex.id] = _Constant(frozenset((vertex.id,)), False)
+            elif call is not None and vertex.id in self.repeatable and call.rng is None:
+                self._note_constant(vertex, call)
+            self.read.update(vertex.inputs)
+            if vertex.id not in self.constants:
+                for producer, output in vertex.inputs:
+                    if producer in self.constants:
                         self.read_by_others.setdefault(producer, set()).add(output)
-            self.overwritten.update(ref[0] for _, ref in overwrites(vertex))
+            self.overwritten.update(_over(vertex))
         return self
 
-    def _constant(self, vertex: Vertex, call: OpCall) -> _Constant:
-        read = [self.of[producer] for producer, _ in vertex.inputs]
+    def _is_pure(self, vertex: Vertex, call: OpCall) -> bool:
+        # An op of others may draw or count by itself. One that unpacks weights is called anew for each reader anyway.
+        known = call.name.startswith("aten::") or op_traits(call.name).pure
+        return known or all(producer in self.constants for producer, _ in vertex.inputs)
+
+    def _key(self, vertex: Vertex, call: OpCall) -> object:
         # Text tells 1 from 1.0 and from True, which are equal keys of a table, and 0.0 from -0.0.
         text = repr((call.name, call.overload, call.args, call.results))
-        values = tuple((known.number, output) for known, (_, output) in zip(read, vertex.inputs, strict=True))
+        values = tuple((self.numbers[producer], output) for producer, output in vertex.inputs)
+        # A replay draws what the live site of its slot has drawn.
+        slot = None if call.rng is None else call.rng.slot
+        return text, values, slot, vertex.space, vertex.sizes, vertex.inplace
+
+    def _note_constant(self, vertex: Vertex, call: OpCall) -> None:
+        if not all(producer in self.constants for producer, _ in vertex.inputs):
+            return
+        read = [self.constants[producer] for producer, _ in vertex.inputs]
         inputs = frozenset[int]().union(*(known.inputs for known in read))
         packed = any(known.packed for known in read) or any(
             vertex.inputs[arg.input][0] in inputs and _is_packed(arg.spec.dtype) for arg in tensor_args(call.args)
         )
-        number = self._number((text, values, vertex.space, vertex.sizes, vertex.inplace))
-        return _Constant(number, inputs, packed)
-
-    def _number(self, key: object) -> int:
-        return self.numbers.setdefault(key, len(self.numbers))
+        self.constants[vertex.id] = _Constant(inputs, packed)
 
 
 def _repeatable(vertex: Vertex, call: OpCall) -> bool:
-    """Whether the kernel makes the same bits whenever it runs, and nobody misses it where its values exist already."""
+    """Whether the kernel makes the same bits whenever it runs on the same values, and changes nothing else."""
     traits = op_traits(call.name)
     unsure = traits.unordered_on_gpu or traits.scratch_by_value
-    return vertex.kind is VertexKind.KERNEL and call.rng is None and not is_handed_out(vertex) and not unsure
+    draws = call.rng is not None and call.rng.slot < 0
+    return vertex.kind is VertexKind.KERNEL and not draws and not is_handed_out(vertex) and not unsure
+
+
+def _over(vertex: Vertex) -> list[int]:
+    """The vertices over whose values ``vertex`` writes."""
+    return [ref[0] for _, ref in overwrites(vertex)]
 
 
 def _is_packed(dtype: str) -> bool:
@@ -100,48 +124,81 @@ def _is_packed(dtype: str) -> bool:
 
 
 def clones(graph: TaskGraph) -> tuple[Clone, ...]:
-    """Return the kernels of ``graph`` that dequantise a weight again, in their order. Their values are made from frozen
-    inputs alone, some of them packed, and are larger than those, or unread. Each names the nearest earlier kernel that
-    it may be merged into: one that waits for the gate only if it does so itself."""
+    """Return the kernels of ``graph`` that compute the bits of an earlier one, in their order.
+
+    No kernel writes over the values of either, and neither is handed out. Each names the nearest earlier kernel that it
+    may be merged into: one that waits for the gate only if it does so itself. A random kernel is one only where it
+    draws the numbers of an earlier one again.
+    """
     numbering = _Numbering(graph).run()
-    if not any(known.packed for known in numbering.of.values()):
-        return ()
-    size = {vertex.id: sum(vertex.sizes) for vertex in graph.vertices if vertex.kind is VertexKind.INPUT}
     behind: Collection[int] | None = None
     equal: dict[int, list[int]] = {}
     found: list[Clone] = []
     for vertex in graph.vertices:
-        known = numbering.of.get(vertex.id)
-        if known is None or not known.packed or vertex.id in numbering.overwritten:
+        call = graph.ops.get(vertex.id)
+        if call is None or vertex.id not in numbering.repeatable or vertex.id in numbering.overwritten:
             continue
-        before = equal.setdefault(known.number, [])
-        read = numbering.read_by_others.get(vertex.id, ())
-        nbytes = sum(vertex.sizes[output] for output in read)
-        # Recomputation also fills buffers that nobody reads.
-        if before and (nbytes > sum(size[i] for i in known.inputs) or vertex.id not in numbering.read):
+        if op_traits(call.name).inside_reader:
+            continue
+        before = equal.setdefault(numbering.numbers[vertex.id], [])
+        if before and (call.rng is None or call.rng.replay):
             behind = after_gate(graph.vertices) if behind is None else behind
             allowed = [v for v in before if v not in behind or vertex.id in behind]
             if allowed:
-                found.append(Clone(vertex.id, allowed[-1], nbytes))
+                nbytes = sum(size for k, size in enumerate(vertex.sizes) if (vertex.id, k) in numbering.read)
+                found.append(Clone(vertex.id, allowed[-1], nbytes, vertex.id in numbering.constants))
         before.append(vertex.id)
     return tuple(found)
+
+
+def without_recomputation(graph: TaskGraph) -> TaskGraph:
+    """Return ``graph`` without all of its clones, whose values take no memory for it: no plan of the graph without some
+    of them does more work, or has more memory."""
+    found = clones(graph)
+    if not found:
+        return graph
+    free = kept(graph, found)
+
+    def freed(vertex: Vertex) -> Vertex:
+        return replace(vertex, sizes=tuple(0 if (vertex.id, k) in free else n for k, n in enumerate(vertex.sizes)))
+
+    smaller = without(graph, found)
+    return replace(smaller, vertices=tuple(map(freed, smaller.vertices)))
+
+
+def computed_once(graph: TaskGraph, behind: Collection[int]) -> set[int]:
+    """Return the kernels not ``behind`` the gate that could make their bits again and have no equal behind it, but for
+    constants and random ones."""
+    numbering = _Numbering(graph).run()
+    twice = {numbering.numbers[id_] for id_ in numbering.repeatable if id_ in behind}
+    return {
+        vertex.id
+        for vertex in graph.vertices
+        if vertex.id in numbering.repeatable
+        and vertex.id not in behind
+        and vertex.id not in numbering.constants
+        and vertex.id not in numbering.overwritten
+        and not vertex.inplace
+        and graph.ops[vertex.id].rng is None
+        and numbering.numbers[vertex.id] not in twice
+    }
 
 
 def dequantised(graph: TaskGraph) -> tuple[dict[int, tuple[int, ...]], Collection[int]]:
     """Return the kernels of dequantised weights that other kernels read, each with all of its makers in order, itself
     last. The second result is the vertices with the same values in all steps, which are no such others."""
     numbering = _Numbering(graph).run()
-    if not any(known.packed for known in numbering.of.values()):
+    if not any(known.packed for known in numbering.constants.values()):
         return {}, ()
     by_id = {vertex.id: vertex for vertex in graph.vertices}
     place = {id_: number for number, id_ in enumerate(by_id)}
     found: dict[int, tuple[int, ...]] = {}
     for id_, read in numbering.read_by_others.items():
-        known = numbering.of[id_]
+        known = numbering.constants[id_]
         larger = sum(by_id[id_].sizes[o] for o in read) > sum(by_id[i].sizes[0] for i in known.inputs)
         if known.packed and larger and id_ not in numbering.overwritten:
             found[id_] = tuple(sorted(_makers(by_id, id_), key=place.__getitem__))
-    return found, numbering.of.keys()
+    return found, numbering.constants.keys()
 
 
 def _makers(by_id: Mapping[int, Vertex], last: int) -> set[int]:
@@ -158,18 +215,19 @@ def _makers(by_id: Mapping[int, Vertex], last: int) -> set[int]:
 def without(graph: TaskGraph, chosen: Iterable[Clone]) -> TaskGraph:
     """Return ``graph`` without the ``chosen`` ones of its ``clones`` and the kernels that only they read. Their readers
     read the original, and wait by ``after`` for all that a clone waited for: nothing gets in front of the gate."""
-    merged = {clone.vertex: original for clone, original in _merged(chosen)}
+    merged = _merged(chosen)
     return _Removal(graph, merged).run() if merged else graph
 
 
-def _merged(chosen: Iterable[Clone]) -> Iterator[tuple[Clone, int]]:
-    """Yield each clone with the kernel that takes its place, which is no clone itself."""
-    originals = {clone.vertex: clone for clone in chosen}
-    for clone in originals.values():
-        original = clone.original
+def _merged(chosen: Iterable[Clone]) -> dict[int, int]:
+    """Return for each clone the kernel that takes its place, which is none of them."""
+    originals = {clone.vertex: clone.original for clone in chosen}
+    merged = dict[int, int]()
+    for clone, original in originals.items():
         while original in originals:
-            original = originals[original].original
-        yield clone, original
+            original = originals[original]
+        merged[clone] = original
+    return merged
 
 
 def graph_of_plan(graph: TaskGraph, plan: Iterable[Vertex]) -> TaskGraph | None:
@@ -192,17 +250,16 @@ def left_out(graph: TaskGraph, planned: TaskGraph) -> tuple[Clone, ...]:
     return tuple(clone for clone in clones(graph) if clone.vertex not in ids)
 
 
-def kept(chosen: Iterable[Clone]) -> frozenset[int]:
-    """Return the kernels whose values are kept if the ``chosen`` clones are left out."""
-    return frozenset(original for clone, original in _merged(chosen) if clone.nbytes)
-
-
-def kept_bytes(chosen: Iterable[Clone]) -> int:
-    """Return the bytes of the values that are kept if the ``chosen`` clones are left out, each value once."""
-    nbytes: dict[int, int] = {}
-    for clone, original in _merged(chosen):
-        nbytes[original] = max(clone.nbytes, nbytes.get(original, 0))
-    return sum(nbytes.values())
+def kept(graph: TaskGraph, chosen: Iterable[Clone]) -> dict[Ref, int]:
+    """Return the values that are kept longer if the ``chosen`` clones of ``graph`` are left out, with their bytes."""
+    removal = _Removal(graph, _merged(chosen))
+    return {
+        (removal.merged[producer], output): removal.by_id[producer].sizes[output]
+        for vertex in graph.vertices
+        if vertex.id not in removal.removed
+        for producer, output in vertex.inputs
+        if producer in removal.merged
+    }
 
 
 class _Removal:
@@ -217,9 +274,11 @@ class _Removal:
         """Removed kernel → its dependencies that are still there, read-only inputs aside, in order."""
 
     def _removed(self) -> set[int]:
-        """The clones, and their makers without other readers."""
+        """The clones, and their makers that had readers and have none any more."""
         readers: dict[int, int] = {}
+        read: set[int] = set()
         for vertex in self.graph.vertices:
+            read.update(producer for producer, _ in vertex.inputs)
             for producer in {self.merged.get(producer, producer) for producer, _ in vertex.inputs}:
                 readers[producer] = readers.get(producer, 0) + 1
         removed = set(self.merged)
@@ -227,7 +286,9 @@ class _Removal:
         while unread:
             for producer in {self.merged.get(p, p) for p, _ in self.by_id[unread.pop()].inputs}:
                 readers[producer] -= 1
-                if not readers[producer] and self.by_id[producer].kind is VertexKind.KERNEL:
+                maker, call = self.by_id[producer], self.graph.ops.get(producer)
+                unread_now = not readers[producer] and producer in read
+                if unread_now and call is not None and _repeatable(maker, call):
                     removed.add(producer)
                     unread.append(producer)
         return removed

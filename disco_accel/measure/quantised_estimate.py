@@ -5,8 +5,9 @@ dequantise those parts: the library's own calls, in their order. Sizes and calls
 of ``quantised/``.
 
 Estimated: a library may multiply in the forward by one call of its own, which dequantises inside. Here that part is a
-kernel, ``gemm_4bit.dequantise`` or ``int8_scaled_mm.dequantise``, which a plan cannot leave out. (On CUDA the latter
-multiplies integers instead, with a result of 32 bits.) PEFT's copy of the result of such layers is left out.
+kernel, ``gemm_4bit.dequantise`` or ``int8_scaled_mm.dequantise``, which a plan leaves out only with the product. (On
+CUDA the latter multiplies integers instead, with a result of 32 bits.) PEFT's copy of the result of such layers is left
+out.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class _Packed:
         weight = self.packing[source]
         stored = STORED_FORMS[weight.form]
         inside = stored.product and self._multiplies_inputs(source, reader)
-        for call in _inside(weight, reader.id) if inside else stored.calls(weight):
+        for call in _inside(weight) if inside else stored.calls(weight):
             id_ = self.free
             self.free += 1
             inputs = tuple((refs[name][0], 0) for name in call.reads)
@@ -114,9 +115,9 @@ class _Packed:
         return any((spec.stride[-1] != 1) != self.packing[source].inputs_first for spec in specs)
 
 
-def _inside(weight: PackedWeight, reader: int) -> Iterator[DequantiseCall]:
-    """The part of the library's own product before it multiplies. ``reader`` makes the call unlike all others."""
+def _inside(weight: PackedWeight) -> Iterator[DequantiseCall]:
+    """The part of the library's own product before it multiplies."""
     read = [part for part in parts_of(weight) if part.is_read]
-    args: tuple[Arg, ...] = (*(TensorArg(k, part.spec) for k, part in enumerate(read)), reader)
+    args: tuple[Arg, ...] = (*(TensorArg(k, part.spec) for k, part in enumerate(read)),)
     op = f"{STORED_FORMS[weight.form].product}.dequantise"
     yield DequantiseCall(op, "default", tuple(part.suffix for part in read), args, weight.dequantised)

@@ -16,6 +16,7 @@ from disco_accel.graph.files import write_atomically, write_memgraph, write_task
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.value_numbering import without_recomputation
 from disco_accel.graph.values import host_copy_exists, outlives_step
 from disco_accel.observe.report import table
 from disco_accel.observe.timeline import write_chrome_trace
@@ -70,18 +71,20 @@ def forecast(
     names: Mapping[int, str],
     estimated_for: str,
     copies: Collection[int] = (),
+    whole: TaskGraph | None = None,
 ) -> _Forecast:
     """Simulate one step of ``plan``, a plan of ``graph``.
 
     ``budget``: the parts of the whole in bytes, with ``total`` and ``arena``. ``names``: INPUT vertex → tensor.
     ``estimated_for``: the device of the kernels' durations and the link, in words. ``copies``: inputs that have the
-    bytes of another one, for another device.
+    bytes of another one, for another device. ``whole``: ``graph`` with the kernels that the planner left out, whose
+    bound no choice of these can beat.
     """
     run = simulate(plan, machine)
     events = tuple(_events(plan, machine, run.starts))
     clean = [v for v in graph.vertices if host_copy_exists(v) and v.sizes[0]]
     stays = staying(plan)
-    bound = bound_of(graph, machine)
+    bound = bound_of(without_recomputation(whole or graph), machine)
     used = peak_bytes(plan)
     figures = {
         "fits": True,

@@ -1,17 +1,16 @@
-"""Dequantise again, or keep: how many of a graph's equal kernels a plan does without, by simulated step time.
+"""Recompute, or keep: the kernels of a graph that a plan leaves out, since others compute the same, by step time.
 
-A dequantised weight is several times as large as the packed one, and made anew in microseconds to milliseconds; kept
-from its first maker to the readers of the next it takes memory in between. Clones are put in a row, short gaps first:
-those between recomputation and backward of one layer, then those between forward and backward, the last layer's first.
-Some first part of the row is left out of the graph. Its length is searched for with drafts, among those that the bytes
-allow. The most promising draft gets offsets. Only where it finds none, or no draft betters the graph with all clones,
-graphs are planned from scratch.
+A checkpointed forward runs twice, and a dequantised weight is made anew for each reader. A value that is kept from its
+first kernel to the readers of the second takes memory in between, or its way to the host and back. Minimum cuts at
+several prices of memory (``recompute_cut.py``) give sets of kernels to leave out, each larger than the one before.
+Leaving out more saves seconds as long as there is memory, and costs copies from there on: drafts find the set with the
+shortest step. It is planned from scratch, and so is the graph as it was written, unless its kernels alone take longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from disco_accel.eviction import AUTO
@@ -21,16 +20,17 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import GraphPass, run_passes
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.value_numbering import Clone, clones, kept, without
-from disco_accel.plan.duplicates import kept_bytes_of, ordered_duplicates
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.search_work import SearchWork, enough
+from disco_accel.plan.recompute_cut import cut_at_price
+from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.select import Planned, planned_with, planning_passes
 from disco_accel.plan.timed.search import DraftedGraph, drafted
 from disco_accel.plan.timed.smallest_memory import FRUGAL
 from disco_accel.simulate.simulator import Machine, simulate
+from disco_accel.sizes import format_size
 
 _DRAFTS = 0.3
-"""Share of the work for drafts that find how long a part of the row to leave out."""
+"""Share of the work for drafts that find a set to leave out."""
 
 _OFFSETS = 0.1
 """Share of the work for the offsets of one graph's drafts."""
@@ -38,72 +38,131 @@ _OFFSETS = 0.1
 _OFFERED = 3
 """Drafts that get offsets, one after the other, until one has them."""
 
-_ASIDE = 2
-"""A part of the row that is planned from scratch gets at most so many times the work of the graph with all clones."""
+_RESERVE = 0.05
+"""Share of the memory that drafts leave free: values as large as dequantised weights leave gaps between them."""
 
-_FINEST = 32
-"""The search ends at parts that differ by one in so many clones."""
+_HALVINGS = (-4.0, 8.0)
+"""Prices of memory that are tried: 1 halved so many times. At 16 next to nothing is kept, at 1/256 nearly all."""
 
-_RESERVES = (0.05, 0.12)
-"""Shares of the memory that drafts leave free: values as large as dequantised weights leave gaps between them. The
-second is tried where drafts wait for the link with the first: by a small difference a step may begin with too many of
-the largest weights."""
+_GOLDEN = (5**0.5 - 1) / 2
+
+_FINEST = 0.2
+"""The search ends at prices that differ by so many halvings."""
+
+_FAR = 1.1
+"""The graph as it was written is not planned if its drafts take so many times as long as the best plan."""
 
 _AS_PROMISED = 1.005
 """A plan that takes at most so many times the fastest draft needs no other one beside it."""
 
-_SETTINGS = replace(FRUGAL, low_peak_order=False, repacking_rounds=12, redrafts=0)
-"""One draft for each graph, whose offsets are looked for once: where they are not found, there are other graphs."""
+_SETTINGS = replace(FRUGAL, min_gap_ratios=(None, 2.0), low_peak_order=False, repacking_rounds=12, redrafts=0)
+"""Two drafts for each graph, whose offsets are looked for once: where they are not found, there are other graphs."""
 
 
 @collector_paused()
 def decide(
-    graph: TaskGraph, machine: Machine, work: SearchWork, *, planner: str = "timed", policy: str = AUTO
+    graph: TaskGraph,
+    machine: Machine,
+    work: SearchWork,
+    *,
+    planner: str = "timed",
+    policy: str = AUTO,
+    recompute: str = "auto",
+    offered: Collection[int] = (),
 ) -> Planned:
     """Return the fastest plan found of ``graph`` without some of its clones, which is run step after step, and its
     passes.
 
     ``graph_of_plan`` says which graph the plan is one of. A graph without clones is planned as it is. ``planner`` and
-    ``policy``: as in ``make_plan``. Raises BudgetTooSmall if the graph does not fit, without clones neither.
+    ``policy``: as in ``make_plan``. ``recompute``: ``auto``, or ``as-written``, where only values that are the same in
+    every step, as dequantised weights are, may be kept. ``offered``: clones that the script does not run. Raises
+    BudgetTooSmall if the graph does not fit, without clones neither.
     """
     plan_with = partial(planned_with, planner=planner, policy=policy, cyclic=True, machine=machine)
-    found = clones(graph)
+    found = tuple(clone for clone in clones(graph) if recompute == "auto" or clone.constant)
     if not found:
         return plan_with(graph, (), work=work)
-    drafts = planner == "timed"
-    return _Choice(graph, ordered_duplicates(graph, found, machine), plan_with, machine, work, drafts).run()
+    return _Choice(graph, found, offered, plan_with, machine, work, planner == "timed").run()
 
 
-def keep_dequantised(left_out: Sequence[Clone]) -> GraphPass:
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """Of a plan: ``seconds`` of all kernels whose values a step has made before. ``written``: of those that the script
+    runs. ``dropped``: of those that the plan leaves out, with the number of these ``kernels``. ``kept_bytes``: of
+    values that are kept for it, of which ``offloaded_bytes`` leave the device meanwhile."""
+
+    seconds: float
+    written: float
+    dropped: float
+    kernels: int
+    kept_bytes: int
+    offloaded_bytes: int
+
+    @property
+    def text(self) -> str:
+        """For the user, behind the bytes that are copied."""
+        if not self.dropped:
+            return "; all recomputation stays"
+        if not self.written:
+            again = self.seconds - self.dropped
+            return f"; {again / self.seconds:.0%} of the layers computed again for their backward" if again else ""
+        away = f", {format_size(self.offloaded_bytes)} of it offloaded" if self.offloaded_bytes else ""
+        share = self.dropped / self.seconds if self.seconds else 1.0
+        return f"; {share:.0%} of the recomputation dropped for {format_size(self.kept_bytes)} of kept values{away}"
+
+    @classmethod
+    def of(
+        cls, graph: TaskGraph, planned: TaskGraph, plan: MemGraph, offered: Collection[int] = ()
+    ) -> Recomputation | None:
+        """Of ``plan``, a plan of ``planned``, which is ``graph`` without some clones. ``offered``: those that the
+        script does not run. None: a step repeats nothing."""
+        found = clones(graph)
+        if not found:
+            return None
+        there = {vertex.id for vertex in planned.vertices}
+        all_out = {vertex.id for vertex in without(graph, found).vertices}
+        seconds = {vertex.id: vertex.duration or 0.0 for vertex in graph.vertices}
+        values = kept(graph, [clone for clone in found if clone.vertex not in there])
+        out = [vertex.inputs[0] for vertex in plan.vertices if swaps_out(vertex)]
+        return cls(
+            sum(seconds[vertex] for vertex in seconds.keys() - all_out),
+            sum(seconds[vertex] for vertex in seconds.keys() - all_out - frozenset(offered)),
+            sum(seconds[vertex] for vertex in seconds.keys() - there),
+            len(seconds) - len(there),
+            sum(values.values()),
+            sum(values.get(ref, 0) for ref in out),
+        )
+
+
+def keep_values(left_out: Sequence[Clone]) -> GraphPass:
     """The pass that leaves clones out."""
-    return GraphPass(
-        "keep dequantised", "weights kept where others would dequantise them again", partial(without, chosen=left_out)
-    )
+    return GraphPass("keep", "values kept where others would compute them again", partial(without, chosen=left_out))
 
 
 class _Choice:
-    """``row`` of clones, ``short`` of which come first; ``judged``: clones left out → drafts of the graph without them.
-    ``best``: the plan so far and its passes, with its ``makespan``. ``offers_drafts``: drafts get offsets."""
+    """``written``: clones without which the graph is as the script wrote it. ``judged``: clones that are left out →
+    drafts of the graph without them. ``best``: the plan so far and its passes, with its ``makespan``.
+    ``offers_drafts``: drafts get offsets."""
 
     def __init__(
         self,
         graph: TaskGraph,
-        row: tuple[list[Clone], int],
+        found: tuple[Clone, ...],
+        offered: Collection[int],
         plan_with: Callable[..., Planned],
         machine: Machine,
         work: SearchWork,
         offers_drafts: bool,
     ) -> None:
         self.graph = graph
-        self.row, self.short = row
+        self.found = found
+        self.written = tuple(clone for clone in found if clone.vertex in offered)
         self.plan_with = plan_with
         self.machine = machine
         self.work = work
         self.offers_drafts = offers_drafts
-        self.judged: dict[int, DraftedGraph] = {}
+        self.judged: dict[tuple[Clone, ...], DraftedGraph] = {}
         self.drafting = work.shared(_DRAFTS, len(graph.vertices))
-        self.reserve = _RESERVES[0]
-        self.ratio: float | None = None
         self.best: Planned | None = None
         self.makespan = float("inf")
 
@@ -116,138 +175,117 @@ class _Choice:
         if self.offers_drafts and len({vertex.space for vertex in kernels}) == 1:
             self._give_offsets()
         self._plan_from_scratch()
-        assert self.best is not None, "the graph with all clones has a plan, or BudgetTooSmall was raised"
+        assert self.best is not None, "the graph with all clones has a plan, or a refusal was raised"
         return self.best
 
     def _search(self) -> None:
-        """Judge the whole row, else its short gaps, and parts between the longest that fits and the best so far.
+        """Judge the graph without all clones, and if that does not keep up, cuts at prices around the best.
 
-        Invariant: no part longer than ``above`` has a draft as fast as ``best``'s, as far as is known. Leaving out more
-        saves seconds as long as there is memory, and costs reloads from there on."""
-        above = self._longest()
-        if above == len(self.row) and self._judge(above).keeps_up:
+        A golden section: the shortest step is between ``low`` and ``high``, as far as is known. From the best price on,
+        a lower one leaves out more, and the step waits for copies longer than it saves."""
+        if self._judge(self.found).keeps_up:
             return
-        best = self.short if above >= self.short else 0
-        if best:
-            self._judge(best)
-            if not self.judged[best].keeps_up:
-                self._judge_with_more_room(best)
-            if not self.judged[best].keeps_up:
-                return
-        while above - best > max(1, len(self.row) // _FINEST) and not self.drafting.over(len(self.graph.vertices)):
-            middle = (best + above + 1) // 2
-            if self._judge(middle).seconds < self._seconds(best):
-                best = middle
+        cut = cut_at_price(self.graph, self.found)
+
+        def judged(halvings: float) -> DraftedGraph:
+            return self._judge(cut(2.0**-halvings))
+
+        low, high = _HALVINGS
+        while high - low > _FINEST and not self.drafting.over(len(self.graph.vertices)):
+            first, second = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+            more, less = judged(second), judged(first)
+            if more.keeps_up or less.seconds >= more.seconds < float("inf"):
+                low = first
             else:
-                above = middle
+                high = second
 
-    def _longest(self) -> int:
-        """The longest part of the row that can be left out by its bytes, 0 if none can. Activations are offloaded where
-        the gaps within a layer are kept only so, or a step has no room without."""
-        memory = {d.id: d.memory - int(self.reserve * d.memory) for d in self.graph.devices}
-        longest = dict[float | None, int]()
-        for ratio in _SETTINGS.min_gap_ratios:
-            kept_bytes = kept_bytes_of(self.graph, self.row, self.machine, ratio)
-            longest[ratio] = -1 if kept_bytes is None else kept_bytes.longest(memory)
-            if longest[ratio] >= max(1, self.short):
-                break
-        self.ratio = max(longest, key=lambda ratio: longest[ratio])
-        return max(0, longest[self.ratio])
-
-    def _judge(self, count: int) -> DraftedGraph:
-        if count not in self.judged:
-            self.judged[count] = drafted(
-                run_passes(self.graph, self._passes(count)),
+    def _judge(self, chosen: tuple[Clone, ...]) -> DraftedGraph:
+        if chosen not in self.judged:
+            self.judged[chosen] = drafted(
+                run_passes(self.graph, planning_passes(keep_values(chosen))),
                 self.machine,
                 cyclic=True,
                 work=self.drafting,
-                settings=replace(_SETTINGS, min_gap_ratios=(self.ratio,)),
-                reserve=self.reserve,
-                not_offloaded=kept(self.row[:count]),
-                any_plan=True,
+                settings=_SETTINGS,
+                reserve=_RESERVE,
+                not_offloaded=_constants(self.graph, chosen),
             )
-        return self.judged[count]
+        return self.judged[chosen]
 
-    def _passes(self, count: int) -> tuple[GraphPass, ...]:
-        return planning_passes(keep_dequantised(self.row[:count]))
-
-    def _judge_with_more_room(self, count: int) -> None:
-        """Judge once more with the other reserve, and go on with whichever is better."""
-        before = self.judged.pop(count)
-        self.reserve = _RESERVES[1]
-        if self._judge(count).seconds >= before.seconds:
-            self.judged[count], self.reserve = before, _RESERVES[0]
-
-    def _seconds(self, count: int) -> float:
-        return self.judged[count].seconds if count in self.judged else float("inf")
-
-    def _fastest(self) -> list[int]:
-        """The parts that have drafts, the fastest first."""
-        feasible = [count for count in self.judged if self._seconds(count) < float("inf")]
-        return sorted(feasible, key=lambda count: (self._seconds(count), count))
+    def _fastest(self) -> list[tuple[Clone, ...]]:
+        """The sets of clones whose graphs have drafts, the fastest first, and of equally fast ones the smaller."""
+        feasible = [chosen for chosen, drafts in self.judged.items() if drafts.seconds < float("inf")]
+        return sorted(feasible, key=lambda chosen: (self.judged[chosen].seconds, len(chosen)))
 
     def _give_offsets(self) -> None:
         """Give drafts offsets, the fastest first, until one has them."""
-        for count in self._fastest()[:_OFFERED]:
+        for chosen in self._fastest()[:_OFFERED]:
             own = self.work.shared(_OFFSETS, len(self.graph.vertices))
             try:
-                plan = replace(self.judged[count].plan(own), planner="timed")
+                plan = replace(self.judged[chosen].plan(own), planner="timed")
             except Infeasible:
                 continue
             finally:
                 self.work.take(own)
             if plan.host.memory <= self.graph.host.memory:
-                self._keep_if_faster(plan, self._passes(count))
+                self._keep_if_faster(plan, planning_passes(keep_values(chosen)))
                 return
 
     def _plan_from_scratch(self) -> None:
-        """Plan the graph with all clones unless its kernels take longer than the best plan; and the fastest draft's,
-        where it promises more than there is. The graph with all clones gets the work of a graph that
-        has none, so that no step is slower for this choice."""
-        spent = 0.0
-        if self.best is None or self._compute() < self.makespan:
-            own = SearchWork(part=self.work.part) if self.work.limit is None else self.work.shared(1.0, 0)
-            own.finds_needed = self.best is None
-            spent = self._plan(0, own)
-        for count in self._fastest():
-            promised = self._seconds(count)
-            if self.makespan <= _AS_PROMISED * promised or self.work.late():
-                return
+        """Plan the fastest drafts' graphs while they promise more than there is. Then the graph as it was written,
+        unless its kernels take longer than the best plan, with the work of a graph that has no clones: no step is
+        slower for this choice. Where nothing fits, the graph with all clones says how much would."""
+        for chosen in self._fastest()[:_OFFERED]:
+            if self.makespan <= _AS_PROMISED * self.judged[chosen].seconds or self.work.late():
+                break
             own = self.work.shared(1.0, len(self.graph.vertices), finds_needed=False)
-            own.part = min(own.part, _ASIDE * spent / enough(len(self.graph.vertices))) if spent else own.part
-            if not own.over(len(self.graph.vertices)):
-                self._plan(count, own)
+            if chosen and not own.over(len(self.graph.vertices)):
+                self._plan(chosen, own)
+        if self.best is None or (self._compute() < self.makespan and not self._is_slow(self.written)):
+            self._plan(self.written, self._whole_work(finds_needed=self.best is None and not self.written))
+        if self.best is None:
+            self._plan((), self._whole_work(finds_needed=True))
 
-    def _plan(self, count: int, own: SearchWork) -> float:
-        """Plan the graph without so many of the row; return the work that it took."""
-        left_out = self.row[:count]
+    def _is_slow(self, chosen: tuple[Clone, ...]) -> bool:
+        """Whether drafts of the graph without ``chosen`` are far slower than the best plan."""
+        return bool(chosen) and self._judge(chosen).seconds > _FAR * self.makespan
+
+    def _whole_work(self, *, finds_needed: bool) -> SearchWork:
+        own = SearchWork(part=self.work.part) if self.work.limit is None else self.work.shared(1.0, 0)
+        own.finds_needed, own.names_needed = finds_needed, self.work.names_needed
+        return own
+
+    def _plan(self, chosen: tuple[Clone, ...], own: SearchWork) -> None:
+        """Plan the graph without ``chosen``."""
+        constants = _constants(self.graph, chosen)
         try:
-            plan, passes = self.plan_with(
-                self.graph, (keep_dequantised(left_out),), work=own, not_offloaded=kept(left_out)
-            )
+            plan, passes = self.plan_with(self.graph, (keep_values(chosen),), work=own, not_offloaded=constants)
         except Infeasible:
-            return own.spent
+            if own.finds_needed:
+                raise
+            return
         finally:
             self.work.take(own)
-        if not self._offloads_kept(plan, count):
+        # BUILDMEMGRAPH may offload any value.
+        if not any(swaps_out(v) and v.inputs[0][0] in constants for v in plan.vertices):
             self._keep_if_faster(plan, passes)
-        return own.spent
 
     def _keep_if_faster(self, plan: MemGraph, passes: tuple[GraphPass, ...]) -> None:
         makespan = simulate(plan, self.machine).makespan
         if makespan < self.makespan:
             self.best, self.makespan = (plan, passes), makespan
 
-    def _offloads_kept(self, plan: MemGraph, count: int) -> bool:
-        """Whether values are offloaded that were to be kept, as BUILDMEMGRAPH may do: to dequantise them again takes
-        less than to copy them, and no host memory."""
-        values = kept(self.row[:count])
-        return any(swaps_out(v) and v.inputs[0][0] in values for v in plan.vertices)
-
     def _compute(self) -> float:
-        """Seconds that no plan of the graph with all clones goes below: the busiest device's kernels."""
+        """Seconds that no plan of the graph as it was written goes below: the busiest device's kernels."""
         busy: dict[int, float] = {}
-        for vertex in self.graph.vertices:
+        for vertex in without(self.graph, self.written).vertices:
             if vertex.kind is VertexKind.KERNEL:
                 busy[vertex.space] = busy.get(vertex.space, 0.0) + (vertex.duration or 0.0)
         return max(busy.values(), default=0.0) / self.machine.compute_streams
+
+
+def _constants(graph: TaskGraph, chosen: Sequence[Clone]) -> frozenset[int]:
+    """Kernels whose values are kept without ``chosen`` and are the same in every step, as dequantised weights are: to
+    make them again takes less than to copy them, and no host memory."""
+    constant = {clone.original for clone in chosen if clone.constant}
+    return frozenset(producer for producer, _ in kept(graph, chosen)) & constant

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +25,9 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.spaces import ROUTE_OF
 from disco_accel.graph.strict_json import parse_json
 from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.value_numbering import graph_of_plan
 from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.keep_or_recompute import decide
 from disco_accel.plan.plan_cache import with_own_vertices
 from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.select import make_plan
@@ -46,9 +48,18 @@ class PlanningProcess:
         self._lock, self._stopped = threading.Lock(), False
 
     def plan(
-        self, graph: TaskGraph, *, planner: str, policy: str, machine: Machine | None, work: SearchWork
+        self,
+        graph: TaskGraph,
+        *,
+        planner: str,
+        policy: str,
+        machine: Machine | None,
+        work: SearchWork,
+        recompute: str | None = None,
+        offered: Collection[int] = (),
     ) -> MemGraph:
-        """As ``make_plan``, of a step that runs again and again; the plan is not verified.
+        """As ``make_plan``, of a step that runs again and again; the plan is not verified. ``recompute`` and
+        ``offered``: as in ``decide``, which makes the plan then, of a graph that ``graph_of_plan`` tells.
 
         Raises:
             BudgetTooSmall: as ``make_plan``, and Infeasible.
@@ -61,6 +72,8 @@ class PlanningProcess:
             "seconds": work.limit,
             "names_needed": work.names_needed,
             "machine": None if machine is None else _machine_to_object(machine),
+            "recompute": recompute,
+            "offered": sorted(offered),
         }
         top = parse_json(self._answer(json.dumps(request, separators=(",", ":")).encode()))
         if not isinstance(top, dict):
@@ -71,7 +84,7 @@ class PlanningProcess:
         if plan.devices != graph.devices or not plan.cyclic:
             raise PlanError("a planning process answered for other devices")
         work.cut = top.get("cut") is True
-        return with_own_vertices(plan, graph)
+        return with_own_vertices(plan, graph_of_plan(graph, plan.vertices) or graph)
 
     def _answer(self, request: bytes) -> bytes:
         with self._lock:
@@ -118,15 +131,15 @@ def _refusal(data: object) -> Exception:
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of the process to ``request``."""
     work = SearchWork(request["seconds"], names_needed=request["names_needed"])
+    graph, machine = taskgraph_from_json(request["graph"]), _machine(request["machine"])
+    asked = {"policy": request["policy"], "planner": request["planner"]}
     try:
-        plan = make_plan(
-            taskgraph_from_json(request["graph"]),
-            policy=request["policy"],
-            planner=request["planner"],
-            cyclic=True,
-            machine=_machine(request["machine"]),
-            work=work,
-        )
+        if request["recompute"] is None:
+            plan = make_plan(graph, **asked, cyclic=True, machine=machine, work=work)
+        else:
+            plan, _ = decide(
+                graph, machine or Machine(), work, **asked, recompute=request["recompute"], offered=request["offered"]
+            )
     except BudgetTooSmall as error:
         sizes = {"needed": error.needed, "given": error.given, "devices": list(error.devices)}
         return {"refused": {"kind": "too small", **sizes}}

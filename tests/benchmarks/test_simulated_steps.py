@@ -19,14 +19,16 @@ def test_no_step_is_faster_than_its_bounds(made: list[Row]) -> None:
     tight, roomy, _ = made
     for row in (tight, roomy):
         assert row.period is not None and row.bound is not None and row.busy is not None
-        assert row.period >= max(row.resident, row.bound) * (1 - 1e-9)
-        assert sum(s for lane, s in row.busy.items() if lane.startswith("compute")) == pytest.approx(row.resident)
+        assert row.period >= row.bound * (1 - 1e-9)
+        # Less recomputation than the script asks for.
+        assert row.bound <= sum(s for lane, s in row.busy.items() if lane.startswith("compute")) * (1 + 1e-9)
+        assert row.period < row.resident
     assert tight.budget < tight.peak < roomy.budget and tight.weights < tight.peak
 
 
 def test_what_fits_copies_nothing_and_what_does_not_takes_the_link_its_time(made: list[Row]) -> None:
     tight, roomy, _ = made
-    assert roomy.reload == 0 and roomy.period == pytest.approx(roomy.resident)
+    assert roomy.reload == 0 and roomy.period == pytest.approx(roomy.bound)
     assert tight.reload and tight.period and tight.period >= tight.reload / H200.machine.link(TO_DEVICE).bandwidth
 
 

@@ -83,7 +83,22 @@ def test_one_more_pass_is_applied_and_printed(
     """Between the passes of the capture and those of costs; the plan is one of the graph that it made."""
     monkeypatch.setattr(pipeline, "STEP_PASSES", (OWN,))
     folder = tmp_path / "plan"
-    assert main(["plan", write_recipe(tmp_path), "--memory", "1MiB", "--passes", "-o", str(folder)]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                write_recipe(tmp_path),
+                "--memory",
+                "1MiB",
+                "--passes",
+                "-o",
+                str(folder),
+                "--recompute",
+                "as-written",
+            ]
+        )
+        == 0
+    )
     told = capsys.readouterr()
     passes = json.loads(told.out)["passes"]
     names = [each["name"] for each in passes]

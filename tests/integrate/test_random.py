@@ -26,17 +26,18 @@ Pair = tuple[torch.nn.Module, torch.nn.Module]
 pytestmark = pytest.mark.usefixtures("random_order")
 
 
-def pair(family: str = "llama", **options: Any) -> Pair:
+def pair(family: str = "llama", recompute: str = "auto", **options: Any) -> Pair:
     """The same model twice, the second one prepared."""
     torch.set_num_threads(1)
     eager = family_lora(family, **{"lora_dropout": 0.1, **options})
-    return eager, prepare(copy.deepcopy(eager), DiscoConfig(memory_budget="4MiB"))
+    return eager, prepare(copy.deepcopy(eager), DiscoConfig(memory_budget="4MiB", recompute=recompute))
 
 
 @pytest.fixture(scope="module")
 def llama() -> Pair:
-    """LoRA and attention dropout under checkpointing. The tests that share it bring their own generator state."""
-    return pair(dropout=0.2, checkpointing=True)
+    """LoRA and attention dropout under checkpointing, drawn again in its recomputation. The tests that share it bring
+    their own generator state."""
+    return pair(dropout=0.2, checkpointing=True, recompute="as-written")
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["saved", "recomputed"])

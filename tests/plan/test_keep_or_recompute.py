@@ -52,8 +52,8 @@ def needed(graph: TaskGraph) -> int:
 def test_more_memory_keeps_more_and_is_never_slower() -> None:
     """From the smallest memory to memory for all: no plan is slower than that of the graph with all clones, or more
     than a twelfth slower than one in less memory, for offsets of so few buffers jump; in the largest everything is
-    kept, and nothing kept is ever offloaded. It takes at most six times the counted work of the plan with all clones;
-    and 1.6 times the smallest memory is enough to keep values between recomputation and backward."""
+    kept, and no kept weight is ever offloaded. The choice takes at most half a second of counted work more than the
+    plan with all clones; and 1.6 times the smallest memory is enough to keep weights from recomputation to backward."""
     graph = packed_step()
     least, found = needed(graph), clones(graph)
     steps, counts = [], []
@@ -62,7 +62,7 @@ def test_more_memory_keeps_more_and_is_never_slower() -> None:
         alone, together = SearchWork(), SearchWork()
         without_choice = made(sized, alone)
         plan, passes = decide(sized, MACHINE, together)
-        assert together.spent <= 6 * alone.spent, memory
+        assert together.spent <= alone.spent + 0.5, memory
         planned = graph_of_plan(sized, plan.vertices)
         assert planned is not None
         verify(planned, plan)
@@ -70,8 +70,9 @@ def test_more_memory_keeps_more_and_is_never_slower() -> None:
         steps.append(simulate(plan, MACHINE).makespan)
         counts.append(len(out))
         assert steps[-1] <= simulate(without_choice, MACHINE).makespan
-        assert not any(swaps_out(v) and v.inputs[0][0] in kept(out) for v in plan.vertices)
-        (keep,) = [each for each in passes if each.name == "keep dequantised"]
+        constants = {producer for producer, _ in kept(sized, out)} & {c.original for c in out if c.constant}
+        assert not any(swaps_out(v) and v.inputs[0][0] in constants for v in plan.vertices)
+        (keep,) = [each for each in passes if each.name == "keep"]
         assert keep.run(sized) == planned
     assert all(after <= 13 / 12 * before for before, after in pairwise(steps)), steps
     assert counts[-1] == len(found) > counts[1] > 0 == counts[0] and steps[-1] < 0.9 * steps[0], (counts, steps)
@@ -99,7 +100,7 @@ def test_a_graph_without_clones_is_planned_as_it_is() -> None:
     plan, passes = decide(graph, MACHINE, work)
     alone = SearchWork()
     assert plan == made(graph, alone) and work.spent == alone.spent
-    assert "keep dequantised" not in [each.name for each in passes]
+    assert "keep" not in [each.name for each in passes]
 
 
 def test_searches_share_the_work_of_one() -> None:

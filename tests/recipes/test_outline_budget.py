@@ -15,11 +15,12 @@ from disco_accel import DiscoConfig, prepare
 from disco_accel.capture.step import capture_step
 from disco_accel.cli.main import main
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.recompute_again import RECOMPUTE_AGAIN
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.measure.costs import Estimated
 from disco_accel.recipes.lora import main as train
 from disco_accel.recipes.outline import Outline
-from disco_accel.step.compile.pipeline import PlannerSettings, plan_step, with_costs
+from disco_accel.step.compile.pipeline import STEP_PASSES, PlannerSettings, plan_step, with_costs
 from tests.support.models import TEN_FAMILIES, family_lora, random_batch
 
 KINDS = list(itertools.product((torch.float32, torch.bfloat16), (False, True)))
@@ -41,7 +42,7 @@ def test_the_outline_of_every_family_needs_what_its_run_needs(family: str, kind:
     with torch.device("meta"):
         meta = family_lora(family, **keys)
     outline = Outline(capture_step(meta, batch, contexts=hf_contexts(meta, batch)), meta, batch)
-    step, costs = with_costs(outline.captured, Estimated("cpu"))
+    step, costs = with_costs(outline.captured, Estimated("cpu"), (*STEP_PASSES, RECOMPUTE_AGAIN))
     assert costs.without_scratch == 0 and costs.note == ""
     with pytest.raises(BudgetTooSmall) as planned:
         budget = outline.budget(4096).split(costs.workspaces, in_blocks=costs.in_blocks)
@@ -77,8 +78,8 @@ def test_what_only_a_gpu_can_tell_is_said(
     assert main(["plan", str(recipe), "--memory", "1GiB"]) == 0
     said = capsys.readouterr()
     figures = json.loads(said.out)
-    assert figures["without_scratch_of"] == figures["kernels"] > 100
-    assert f"without the scratch of {figures['kernels']} ops" in said.err and "only a GPU" in said.err
+    assert figures["without_scratch_of"] >= figures["kernels"] > 100
+    assert f"without the scratch of {figures['without_scratch_of']} ops" in said.err and "only a GPU" in said.err
 
 
 def test_ops_too_large_to_be_tried_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,7 @@ class PlanSet:
             graph=planned.graph,
             plan=planned.plan,
             budget=planned.budget,
+            recomputation=planned.recomputation,
             seconds={"record": first.seconds["record"], **planned.seconds},
             plan_cache=planned.cache_use,
             loaded=None,

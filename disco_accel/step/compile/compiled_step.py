@@ -21,6 +21,7 @@ from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorArg, TensorSpec, V
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.host_memory import bytes_of
+from disco_accel.plan.keep_or_recompute import Recomputation
 from disco_accel.plan.plan_cache import PlanCacheUse
 from disco_accel.plan.summary import link_bytes, staying_bytes
 from disco_accel.sizes import format_size
@@ -61,6 +62,8 @@ class CompiledStep:
     """Of weights that devices share."""
     chunked_kernels: int = 0
     """Kernels that run in chunks: sums and products of parts may round otherwise than in one piece."""
+    recomputation: Recomputation | None = None
+    """The part of it that the plan drops; None: the step repeats nothing."""
     parameters: dict[str, torch.nn.Parameter] | None = None
     """The model's trainable parameters by name, looked up at the first run."""
     runs = 0
@@ -347,4 +350,5 @@ def describe(step: CompiledStep) -> str:
         f"(arena {format_size(step.budget.arena)}); {format_size(step.resident_bytes)} of "
         f"{format_size(weights)} {which} stay resident, "
         f"{format_size(loaded)} reloaded and {format_size(saved)} offloaded each step"
+        f"{'' if step.recomputation is None else step.recomputation.text}"
     )

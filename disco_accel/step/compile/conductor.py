@@ -52,7 +52,8 @@ class CompileOptions:
     ``captured`` is called when the trace is over. ``trained``: as in ``capture_step``. ``gather`` puts host tensors
     that a step loads, and that no attribute holds, where it loads them from fast. ``devices`` share the step, each
     with ``memory``. ``shards``: name of a weight → the dimension that is cut, if each device gets a part of it;
-    ``shard_memory`` has these parts. ``chunks``: as in ``PlanRequest``. ``check``: of the plan.
+    ``shard_memory`` has these parts. ``chunks``: as in ``PlanRequest``. ``recompute``: as in ``decide``.
+    ``check``: of the plan.
     """
 
     memory: int
@@ -71,6 +72,7 @@ class CompileOptions:
     shards: Mapping[str, int] | None = None
     shard_memory: ShardMemory | None = None
     chunks: Chunks = 1
+    recompute: str = "auto"
     check: PlanCheck = lambda *_: None
     others: int = 0
 
@@ -202,6 +204,7 @@ def _compile(
         planned.cache_use,
         shards=options.shard_memory,
         chunked_kernels=0 if made.chunked is None else made.chunked.kernels,
+        recomputation=planned.recomputation,
     )
 
 
@@ -232,11 +235,16 @@ def _packed_bytes(model: torch.nn.Module, captured: CapturedStep, options: Compi
 
 
 def _settings(options: CompileOptions) -> PlannerSettings:
-    machine = machine_of(options.engine)
+    settings = PlannerSettings(
+        options.planner,
+        options.policy,
+        machine_of(options.engine),
+        options.plan_seconds,
+        recompute=options.recompute,
+    )
     if options.plan_cache is None:
-        return PlannerSettings(options.planner, options.policy, machine, options.plan_seconds)
-    cache, environment = PlanCache(options.plan_cache), _environment(options.engine)
-    return PlannerSettings(options.planner, options.policy, machine, options.plan_seconds, cache, environment)
+        return settings
+    return replace(settings, cache=PlanCache(options.plan_cache), environment=_environment(options.engine))
 
 
 def _environment(engine: EngineOptions) -> dict[str, str]:

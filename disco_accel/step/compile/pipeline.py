@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from disco_accel.capture.captured_step import CapturedStep
@@ -16,11 +16,11 @@ from disco_accel.graph.dequantise_again import DEQUANTISE_AGAIN
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass, GraphPass, arena_of
 from disco_accel.graph.taskgraph import TaskGraph
-from disco_accel.graph.value_numbering import Clone, graph_of_plan, left_out
+from disco_accel.graph.value_numbering import graph_of_plan
 from disco_accel.measure.costs import Costs, GraphCosts
 from disco_accel.plan import Machine, make_plan
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.keep_or_recompute import decide
+from disco_accel.plan.keep_or_recompute import Recomputation, decide
 from disco_accel.plan.plan_cache import PlanCache, PlanCacheUse, plan_fingerprint
 from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.plan.search_work import SearchWork
@@ -37,7 +37,8 @@ them, those of costs, arena and planner behind."""
 @dataclass(frozen=True)
 class PlannerSettings:
     """``planner``, ``policy`` and ``machine`` as in ``make_plan``. ``plan_seconds``: time for the search, or None for
-    as much work as the graph is worth. ``cache``: plans of earlier runs, used again in an equal ``environment``."""
+    as much work as the graph is worth. ``cache``: plans of earlier runs, used again in an equal ``environment``.
+    ``recompute``: as in ``decide``."""
 
     planner: str = "timed"
     policy: str = "auto"
@@ -45,12 +46,13 @@ class PlannerSettings:
     plan_seconds: float | None = None
     cache: PlanCache | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    recompute: str = "auto"
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """``plan`` is verified for ``graph``, whose device has the budget's arena: the step's, without the kernels
-    ``left_out`` whose values are kept instead, and those that only they needed.
+    """``plan`` is verified for ``graph``, whose device has the budget's arena: the step's, without kernels whose values
+    are kept, as ``recomputation`` says (None: the step repeats nothing). ``whole``: with them.
 
     ``applied``: all passes from the capture to the plan. For a plan that was stored, without those of the planner.
     ``seconds`` of each stage: plan, verify. ``cut``: the user's deadline ended the search; ``notes``: lines for the
@@ -65,7 +67,8 @@ class PlannedStep:
     seconds: dict[str, float]
     cut: bool
     notes: tuple[str, ...]
-    left_out: tuple[Clone, ...] = ()
+    whole: TaskGraph
+    recomputation: Recomputation | None = None
 
 
 def with_costs(
@@ -90,7 +93,7 @@ def plan_step(
     elsewhere: PlanningProcess | None = None,
 ) -> PlannedStep:
     """Plan ``step``, which has its costs and is run again and again, in the arena of ``budget``. ``say`` hears of a
-    search, which is made ``elsewhere`` if that is given: there no kernels are left out.
+    search, which is made ``elsewhere`` if that is given.
 
     Raises:
         BudgetTooSmall: with ``needed`` and ``given`` as whole budgets, not arenas.
@@ -108,10 +111,18 @@ def plan_step(
         say(f"planning {len(graph.ops)} kernels in {format_size(graph.devices[0].memory)}")
         try:
             if elsewhere is not None:
-                plan = _made_elsewhere(graph, work, settings, elsewhere)
+                plan = _made_elsewhere(graph, work, settings, elsewhere, settings.recompute, step.offered)
             else:
                 machine = settings.machine or Machine()
-                plan, passes = decide(graph, machine, work, planner=settings.planner, policy=settings.policy)
+                plan, passes = decide(
+                    graph,
+                    machine,
+                    work,
+                    planner=settings.planner,
+                    policy=settings.policy,
+                    recompute=settings.recompute,
+                    offered=step.offered,
+                )
         except BudgetTooSmall as error:
             needed, parts = budget.total_for(error.needed), what_it_needs(budget, error.needed, graph, step.copies)
             where = f" on device {', '.join(map(str, error.devices))}" if error.devices else ""
@@ -126,7 +137,8 @@ def plan_step(
         _verified(planned, plan, settings, key)
     seconds = {"plan": found - began, "verify": time.perf_counter() - found}
     applied = step.through(passes).passes
-    return PlannedStep(planned, plan, budget, use, applied, seconds, work.cut, notes, left_out(graph, planned))
+    recomputation = Recomputation.of(graph, planned, plan, step.offered)
+    return PlannedStep(planned, plan, budget, use, applied, seconds, work.cut, notes, graph, recomputation)
 
 
 def replan(
@@ -162,9 +174,22 @@ def replan_if_it_fits(graph: TaskGraph, memory: int, settings: PlannerSettings) 
 
 
 def _made_elsewhere(
-    graph: TaskGraph, work: SearchWork, settings: PlannerSettings, process: PlanningProcess
+    graph: TaskGraph,
+    work: SearchWork,
+    settings: PlannerSettings,
+    process: PlanningProcess,
+    recompute: str | None = None,
+    offered: Collection[int] = (),
 ) -> MemGraph:
-    return process.plan(graph, planner=settings.planner, policy=settings.policy, machine=settings.machine, work=work)
+    return process.plan(
+        graph,
+        planner=settings.planner,
+        policy=settings.policy,
+        machine=settings.machine,
+        work=work,
+        recompute=recompute,
+        offered=offered,
+    )
 
 
 def _stored(graph: TaskGraph, settings: PlannerSettings) -> tuple[str, MemGraph | None]:
@@ -178,7 +203,7 @@ def _stored(graph: TaskGraph, settings: PlannerSettings) -> tuple[str, MemGraph 
         plan_seconds=settings.plan_seconds,
         cyclic=True,
         machine=settings.machine,
-        environment=settings.environment,
+        environment={**settings.environment, "recompute": settings.recompute},
     )
     return key, settings.cache.load(key, graph, cyclic=True)
 

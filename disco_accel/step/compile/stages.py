@@ -20,6 +20,7 @@ from disco_accel.decompose.decomposition import over_devices
 from disco_accel.decompose.micro_batches import StepOnParts, on_parts
 from disco_accel.decompose.tensor.propagate import of_one_rank
 from disco_accel.decompose.tensor.ranks import on_ranks
+from disco_accel.graph.recompute_again import RECOMPUTE_AGAIN
 from disco_accel.measure.costs import Costs, GraphCosts
 from disco_accel.plan import Machine
 from disco_accel.step.compile import pipeline
@@ -185,6 +186,14 @@ def _cut(step: StagedStep, asked: PlanRequest) -> StagedStep:
     return replace(step, captured=chunked.captured, part_of=part_of, chunked=chunked)
 
 
+def _recompute(step: StagedStep, asked: PlanRequest) -> StagedStep:
+    if asked.settings.recompute != "auto" or asked.sharing.devices > 1:
+        return step
+    before = step.captured.graph.ops.keys()
+    captured = step.captured.through((RECOMPUTE_AGAIN,))
+    return replace(step, captured=replace(captured, offered=frozenset(captured.graph.ops.keys() - before)))
+
+
 def _cost(step: StagedStep, asked: PlanRequest) -> StagedStep:
     asked.say(f"measuring {len(step.captured.graph.ops)} kernels")
     began = time.perf_counter()
@@ -212,6 +221,7 @@ SHARING_STAGES: tuple[Stage[Sharing], ...] = (
 PREPARING_STAGES: tuple[Stage[PlanRequest], ...] = (
     ("dequantise", "each reader of a packed weight gets kernels of its own that unpack it", _dequantise),
     ("chunks", "large kernels run in chunks, where that is asked for or nothing else fits", _cut),
+    ("recompute", "activations of a layer may be computed again for its backward", _recompute),
 )
 PLANNING_STAGES: tuple[Stage[PlanRequest], ...] = (
     ("costs", "kernels get seconds and scratch memory", _cost),

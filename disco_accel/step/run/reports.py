@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.graph.dequantise_again import dequantise_again
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.graph.value_numbering import kept_bytes, left_out
 from disco_accel.observe.report import write_report
 from disco_accel.plan.summary import link_bytes, peak_bytes
 from disco_accel.step.compile.compiled_step import CompiledStep
@@ -67,7 +65,6 @@ def plan_figures(step: CompiledStep, link_bandwidth: float | None) -> dict[str, 
     loaded_bytes, saved_bytes = link_bytes(step.plan)
     devices = sum(not device.is_host_device for device in step.plan.devices)
     taken = int(counters["touched_bytes"]) if devices == 1 else peak_bytes(step.plan)
-    saved = left_out(dequantise_again(step.captured.graph), step.graph)
     return {
         "arena_bytes": int(counters["arena_bytes"]),
         "devices": devices,
@@ -84,8 +81,7 @@ def plan_figures(step: CompiledStep, link_bandwidth: float | None) -> dict[str, 
         "budget": step.budget.as_dict(),
         "optimizer": "host" if step.trained_on_host else "device",
         "kernels": sum(v.kind is VertexKind.KERNEL for v in step.plan.vertices),
-        "dequantisations_saved": len(saved),
-        "kept_dequantised_bytes": kept_bytes(saved),
+        "recomputation": None if step.recomputation is None else asdict(step.recomputation),
         "engine": counters,
     }
 

@@ -249,6 +249,7 @@ def _compile_options(state: Session, contexts: Sequence[ContextFactory]) -> Comp
         trained=HOST_UPDATED if state.setup.trained_on_host else FOREIGN,
         devices=state.setup.settings.devices,
         chunks=state.setup.config.chunks,
+        recompute=state.setup.config.recompute,
     )
 
 
