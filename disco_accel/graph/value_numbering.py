@@ -288,7 +288,9 @@ class _Removal:
                 readers[producer] -= 1
                 maker, call = self.by_id[producer], self.graph.ops.get(producer)
                 unread_now = not readers[producer] and producer in read
-                if unread_now and call is not None and _repeatable(maker, call):
+                # A live site moves the user's generator, and notes the state that its replays start from.
+                live = call is not None and call.rng is not None and not call.rng.replay
+                if unread_now and call is not None and not live and _repeatable(maker, call):
                     removed.add(producer)
                     unread.append(producer)
         return removed
