@@ -177,7 +177,8 @@ def computed_once(graph: TaskGraph, behind: Collection[int]) -> set[int]:
         if vertex.id in numbering.repeatable
         and vertex.id not in behind
         and vertex.id not in numbering.constants
-        and vertex.id not in numbering.overwritten
+        # What it reads has to be there behind the gate too.
+        and not numbering.overwritten.intersection((vertex.id, *(producer for producer, _ in vertex.inputs)))
         and not vertex.inplace
         and graph.ops[vertex.id].rng is None
         and numbering.numbers[vertex.id] not in twice

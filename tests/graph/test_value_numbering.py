@@ -13,6 +13,7 @@ from disco_accel.errors import GraphFileError, PlanError
 from disco_accel.graph import value_numbering
 from disco_accel.graph.check import after_gate, check_taskgraph, dependencies
 from disco_accel.graph.dequantise_again import dequantise_again
+from disco_accel.graph.recompute_again import recompute_again
 from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import (
     Arg,
@@ -343,3 +344,48 @@ def test_planted_faults_of_the_numbering_show(fault: str, monkeypatch: pytest.Mo
 def test_without_a_planted_fault_nothing_shows() -> None:
     rng = random.Random(16)
     assert not any(_wrong(graph, list(clones(graph))) for graph in (random_graph(rng) for _ in range(300)))
+
+
+def test_a_value_that_is_written_over_is_not_read_again_behind_the_gate() -> None:
+    """A layer reads a value, writes over it, and its backward reads a result of what was there before: that result is
+    kept, and what follows computed again from it. Without the write all is computed again."""
+    for over in (False, True):
+        maker = Maker()
+        batch, late = maker.add_input(WIDE, FOREIGN), maker.add_input(WIDE, LATE_FOREIGN)
+        first = maker.call("clone", "default", (batch,), None)
+        read = maker.call("mul", "Scalar", (first,), 2)
+        result = maker.call("mul", "Scalar", (read,), 3)
+        maker.call("mul_" if over else "mul", "Scalar", (first,), 5, over=over, after=(read[0],), out=True)
+        maker.sum(result, late, keep=True)
+        maker.ops = {id_: replace(call, module="model.layers.0") for id_, call in maker.ops.items()}
+        graph = maker.graph()
+        larger = check_taskgraph(recompute_again(graph))
+        assert len(larger.ops) - len(graph.ops) == (1 if over else 3)
+        before, after = values_of(graph), values_of(larger)
+        assert all(torch.equal(before[ref], after[ref]) for ref in before)
+
+
+def test_activations_computed_again_are_the_same() -> None:
+    """On random graphs, some of whose kernels belong to layers: nothing in front of the gate waits for more, and each
+    new kernel is a clone."""
+    rng = random.Random(18)
+    copies = 0
+    for _ in range(600):
+        graph = random_graph(rng)
+        ops = {
+            id_: replace(call, module=rng.choice(("h.0", "h.0", "h.0", "h.0", "h.1")))
+            for id_, call in graph.ops.items()
+        }
+        graph = replace(graph, ops=ops)
+        larger = check_taskgraph(recompute_again(graph))
+        new = {v.id for v in larger.vertices} - {v.id for v in graph.vertices}
+        if not new:
+            continue
+        copies += len(new)
+        before, after = values_of(graph), values_of(larger)
+        assert all(torch.equal(before[ref], after[ref]) for ref in before)
+        behind = after_gate(larger.vertices)
+        assert new <= behind and behind - new == after_gate(graph.vertices)
+        assert new <= {clone.vertex for clone in clones(larger)}
+        assert is_safe(larger, make_plan(larger, memory=4096, planner="timed", cyclic=True))
+    assert copies > 30
