@@ -38,8 +38,11 @@ _OFFSETS = 0.1
 _OFFERED = 3
 """Drafts that get offsets, one after the other, until one has them."""
 
-_RESERVE = 0.05
-"""Share of the memory that drafts leave free: values as large as dequantised weights leave gaps between them."""
+_RESERVES = (0.3, 0.15, 0.08, 0.04)
+"""Shares of the memory that drafts leave free: values as large as kept activations leave gaps between them."""
+
+_RESERVE = _RESERVES[1]
+"""Of the drafts that sets are compared by."""
 
 _HALVINGS = (-4.0, 8.0)
 """Prices of memory that are tried: 1 halved so many times. At 16 next to nothing is kept, at 1/256 nearly all."""
@@ -49,13 +52,21 @@ _GOLDEN = (5**0.5 - 1) / 2
 _FINEST = 0.2
 """The search ends at prices that differ by so many halvings."""
 
-_FAR = 1.1
-"""The graph as it was written is not planned if its drafts take so many times as long as the best plan."""
+_FAR = 1.03
+"""The graph as it was written is not planned if its drafts, in all of the memory, take so many times as long as the
+best plan."""
 
 _AS_PROMISED = 1.005
 """A plan that takes at most so many times the fastest draft needs no other one beside it."""
 
-_SETTINGS = replace(FRUGAL, min_gap_ratios=(None, 2.0), low_peak_order=False, repacking_rounds=12, redrafts=0)
+_SETTINGS = replace(
+    FRUGAL,
+    min_gap_ratios=(None, 2.0),
+    low_peak_order=False,
+    program_gaps_from=float("inf"),
+    repacking_rounds=12,
+    redrafts=0,
+)
 """Two drafts for each graph, whose offsets are looked for once: where they are not found, there are other graphs."""
 
 
@@ -193,24 +204,27 @@ class _Choice:
         low, high = _HALVINGS
         while high - low > _FINEST and not self.drafting.over(len(self.graph.vertices)):
             first, second = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-            more, less = judged(second), judged(first)
-            if more.keeps_up or less.seconds >= more.seconds < float("inf"):
+            more = judged(second)
+            if more.keeps_up or judged(first).seconds >= more.seconds < float("inf"):
                 low = first
             else:
                 high = second
 
     def _judge(self, chosen: tuple[Clone, ...]) -> DraftedGraph:
         if chosen not in self.judged:
-            self.judged[chosen] = drafted(
-                run_passes(self.graph, planning_passes(keep_values(chosen))),
-                self.machine,
-                cyclic=True,
-                work=self.drafting,
-                settings=_SETTINGS,
-                reserve=_RESERVE,
-                not_offloaded=_constants(self.graph, chosen),
-            )
+            self.judged[chosen] = self._drafted(chosen, _RESERVE)
         return self.judged[chosen]
+
+    def _drafted(self, chosen: tuple[Clone, ...], reserve: float) -> DraftedGraph:
+        return drafted(
+            run_passes(self.graph, planning_passes(keep_values(chosen))),
+            self.machine,
+            cyclic=True,
+            work=self.drafting,
+            settings=_SETTINGS,
+            reserve=reserve,
+            not_offloaded=_constants(self.graph, chosen),
+        )
 
     def _fastest(self) -> list[tuple[Clone, ...]]:
         """The sets of clones whose graphs have drafts, the fastest first, and of equally fast ones the smaller."""
@@ -218,18 +232,32 @@ class _Choice:
         return sorted(feasible, key=lambda chosen: (self.judged[chosen].seconds, len(chosen)))
 
     def _give_offsets(self) -> None:
-        """Give drafts offsets, the fastest first, until one has them."""
-        for chosen in self._fastest()[:_OFFERED]:
-            own = self.work.shared(_OFFSETS, len(self.graph.vertices))
-            try:
-                plan = replace(self.judged[chosen].plan(own), planner="timed")
-            except Infeasible:
-                continue
-            finally:
-                self.work.take(own)
-            if plan.host.memory <= self.graph.host.memory:
-                self._keep_if_faster(plan, planning_passes(keep_values(chosen)))
-                return
+        """Give drafts offsets, the fastest first, until one has them. Then draft its graph in more of the memory while
+        that makes a faster plan; where none has them, in less."""
+        fastest = self._fastest()[:_OFFERED]
+        chosen = next((chosen for chosen in fastest if self._have_offsets(self.judged[chosen], chosen)), None)
+        if chosen is None and fastest:
+            self._have_offsets(self._drafted(fastest[0], _RESERVES[0]), fastest[0])
+        if chosen is not None and not self.judged[chosen].keeps_up:
+            for reserve in _RESERVES[2:]:
+                before = self.makespan
+                drafts = self._drafted(chosen, reserve)
+                if drafts.seconds >= before or not self._have_offsets(drafts, chosen) or self.makespan >= before:
+                    return
+
+    def _have_offsets(self, drafts: DraftedGraph, chosen: tuple[Clone, ...]) -> bool:
+        """Whether there are offsets for the ``drafts`` of the graph without ``chosen``: they are a plan then."""
+        own = self.work.shared(_OFFSETS, len(self.graph.vertices))
+        try:
+            plan = replace(drafts.plan(own), planner="timed")
+        except Infeasible:
+            return False
+        finally:
+            self.work.take(own)
+        if plan.host.memory > self.graph.host.memory:
+            return False
+        self._keep_if_faster(plan, planning_passes(keep_values(chosen)))
+        return True
 
     def _plan_from_scratch(self) -> None:
         """Plan the fastest drafts' graphs while they promise more than there is. Then the graph as it was written,
@@ -248,7 +276,7 @@ class _Choice:
 
     def _is_slow(self, chosen: tuple[Clone, ...]) -> bool:
         """Whether drafts of the graph without ``chosen`` are far slower than the best plan."""
-        return bool(chosen) and self._judge(chosen).seconds > _FAR * self.makespan
+        return bool(chosen) and self._drafted(chosen, 0.0).seconds > _FAR * self.makespan
 
     def _whole_work(self, *, finds_needed: bool) -> SearchWork:
         own = SearchWork(part=self.work.part) if self.work.limit is None else self.work.shared(1.0, 0)

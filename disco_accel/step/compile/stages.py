@@ -191,7 +191,9 @@ def _recompute(step: StagedStep, asked: PlanRequest) -> StagedStep:
         return step
     before = step.captured.graph.ops.keys()
     captured = step.captured.through((RECOMPUTE_AGAIN,))
-    return replace(step, captured=replace(captured, offered=frozenset(captured.graph.ops.keys() - before)))
+    offered = frozenset(captured.graph.ops.keys() - before)
+    # A kernel that runs again behind the gate is one more reader of its packed weight.
+    return replace(step, captured=replace(captured.through(pipeline.STEP_PASSES), offered=offered))
 
 
 def _cost(step: StagedStep, asked: PlanRequest) -> StagedStep:
