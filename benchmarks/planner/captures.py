@@ -84,11 +84,15 @@ def lora_step(work: Workload) -> TaskGraph:
     return with_costs(lora_outline(work).captured, Estimated("cuda"))[0].graph
 
 
-def lora_outline(work: Workload, quant: str = "none", parts: int = 1, ranks: int = 1) -> Outline:
+def lora_outline(
+    work: Workload, quant: str = "none", parts: int = 1, ranks: int = 1, *, checkpointed: bool = True
+) -> Outline:
     """The same before anybody has said how fast a device is, and what of a budget lies outside the arena. ``quant``:
-    form of the frozen weights, as of ``disco-accel plan``. ``parts`` of the batch and ``ranks``: as of ``outline``."""
+    form of the frozen weights, as of ``disco-accel plan``. ``parts`` of the batch and ``ranks``: as of ``outline``.
+    ``checkpointed``: by the script."""
     recipe: dict[str, Any] = {"dataset": "none.jsonl", "output_dir": "out", "max_steps": 1, "lora_r": 16}
     recipe |= {"max_length": work.tokens, "per_device_train_batch_size": work.batch}
+    recipe |= {"gradient_checkpointing": checkpointed}
     return _outlined(work, recipe, quant, parts, ranks)
 
 

@@ -28,6 +28,7 @@ from benchmarks.prefill import suite as prefill
 from benchmarks.simulated import full as simulated_full
 from benchmarks.simulated import lora as simulated
 from benchmarks.simulated import quant as simulated_quant
+from benchmarks.simulated import recompute as simulated_recompute
 from benchmarks.simulated_devices import tables as simulated_devices
 from benchmarks.step import table as step_table
 from benchmarks.store import offload as store_offload
@@ -169,6 +170,8 @@ def _step_title(result: Mapping[str, Any]) -> str:
     budgets = {row["budget"] for row in result["rows"] if row["budget"] is not None}
     form = result.get("quant", [PLAIN])[0]
     parts = [f"LoRA step, {shape}, {format_size(result['weights'])} of {'' if form == PLAIN else f'{form} '}weights"]
+    if not result.get("checkpointing", True):
+        parts.append("no checkpointing in the script")
     if len(budgets) == 1:
         parts.append(f"budget {format_size(budgets.pop())}")
     if result["bandwidth"] is not None:
@@ -202,6 +205,11 @@ def _planner_why(result: Mapping[str, Any]) -> tuple[str, str]:
 def _simulated_quant(result: Mapping[str, Any]) -> tuple[str, str]:
     lines = [simulated_quant.HEADER, *(simulated_quant.line(row) for row in result["rows"])]
     return "Simulated: LoRA steps on cards of 12, 16 and 24 GB, no device ran them", "\n".join(lines)
+
+
+def _simulated_recompute(result: Mapping[str, Any]) -> tuple[str, str]:
+    title = "Simulated: recomputation as a script has it, and as a plan chooses it, no device ran it"
+    return title, simulated_recompute.table(result)
 
 
 def _simulated_full(result: Mapping[str, Any]) -> tuple[str, str]:
@@ -261,6 +269,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
     "store-offload": _store_offload,
     "simulated": _simulated,
     "simulated-quant": _simulated_quant,
+    "simulated-recompute": _simulated_recompute,
     "simulated-devices": _simulated_devices,
     "simulated-full": _simulated_full,
     "simulated-optimizer": _simulated_optimizer,

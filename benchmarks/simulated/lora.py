@@ -9,22 +9,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.common.provenance import provenance
 from benchmarks.common.shapes import PRESETS
 from benchmarks.common.speeds import speed_as_json
 from benchmarks.planner.captures import Workload, lora_outline
 from benchmarks.planner.table import limit, live_peak, weights
-from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.files import write_atomically
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
+from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.value_numbering import without_recomputation
 from disco_accel.measure.costs import Estimated
 from disco_accel.plan.bound.lower_bound import bound_of
@@ -33,7 +36,9 @@ from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.roofline import Speed
 from disco_accel.simulate.simulator import Link, Machine, Simulator
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.step.compile.pipeline import PlannerSettings, plan_step, with_costs
+from disco_accel.step.compile.pipeline import PlannerSettings, with_costs
+from disco_accel.step.compile.planned_step import plan_in_chunks
+from disco_accel.step.compile.stages import Chunks, PlanRequest, Sharing
 
 H200 = Speed(
     name="an H200",
@@ -52,13 +57,17 @@ _STEPS = 4
 @dataclass(frozen=True, slots=True)
 class Cell:
     """A step to plan. ``budget``: a size, or a share of what the step takes with everything resident. ``quant``: form
-    of the frozen weights, as of ``disco-accel plan``."""
+    of the frozen weights, as of ``disco-accel plan``. ``checkpointed``: by the script. ``recompute`` and ``chunks``: as
+    in a config."""
 
     shape: str
     batch: int
     tokens: int
     budget: str | float
     quant: str = "none"
+    checkpointed: bool = True
+    recompute: str = "auto"
+    chunks: Chunks = 1
 
 
 CELLS = (
@@ -81,7 +90,7 @@ class Row:
     bytes that are alive at once then; ``period``: a
     step of the plan among others; ``busy``: seconds of each lane in it; ``host``: bytes of host memory, for all frozen
     weights and what is offloaded; ``needed``: the smallest budget where ``budget`` is too small, and nothing else is
-    known then."""
+    known then. ``dropped``: share of the recomputation that the plan leaves out."""
 
     shape: str
     batch: int
@@ -100,23 +109,26 @@ class Row:
     plan_seconds: float | None = None
     quant: str = "none"
     host: int | None = None
+    checkpointed: bool = True
+    recompute: str = "auto"
+    dropped: float | None = None
 
 
 def rows(cells: Sequence[Cell], speed: Speed = H200) -> Iterator[Row]:
     """Simulate every cell on a device of ``speed``; neighbours of one shape, batch and form are captured once."""
     last: tuple[Any, ...] = ()
     for cell in cells:
-        key = (cell.shape, cell.batch, cell.tokens, cell.quant)
+        work = Workload(PRESETS[cell.shape], cell.batch, cell.tokens)
+        key = (cell.shape, cell.batch, cell.tokens, cell.quant, cell.checkpointed)
         if last[:1] != (key,):
-            outlined = lora_outline(Workload(PRESETS[cell.shape], cell.batch, cell.tokens), cell.quant)
-            # Budgets are of the tensors alone: what a driver and an allocator take besides is not simulated.
-            last = (key, outlined, with_costs(outlined.captured, Estimated("cuda", speed))[0])
-        yield _row(cell, last[1], last[2], speed.machine)
+            outlined = lora_outline(work, cell.quant, checkpointed=cell.checkpointed)
+            last = (key, outlined, with_costs(outlined.captured, Estimated("cuda", speed))[0].graph)
+        yield _row(cell, last[1], last[2], speed)
 
 
-def _row(cell: Cell, outlined: Outline, step: CapturedStep, machine: Machine) -> Row:
-    graph = step.graph
-    peak = outlined.budget(0).outside + sum(live_peak(graph))
+def _row(cell: Cell, outlined: Outline, graph: TaskGraph, speed: Speed) -> Row:
+    # Budgets are of the tensors alone: what a driver and an allocator take besides is not simulated.
+    peak, machine = outlined.budget(0).outside + sum(live_peak(graph)), speed.machine
     budget = int(cell.budget * peak) if isinstance(cell.budget, float) else parse_size(cell.budget)
     row = Row(
         shape=cell.shape,
@@ -127,11 +139,18 @@ def _row(cell: Cell, outlined: Outline, step: CapturedStep, machine: Machine) ->
         resident=sum(v.duration or 0.0 for v in graph.vertices),
         budget=budget,
         quant=cell.quant,
+        checkpointed=cell.checkpointed,
+        recompute=cell.recompute,
     )
+    settings = PlannerSettings("timed", machine=machine, recompute=cell.recompute)
+    device = torch.device("cpu")
+    asked = PlanRequest(Sharing(), Estimated("cuda", speed), outlined.budget(budget), settings, cell.chunks, device)
+    began = time.process_time()
     try:
-        planned = plan_step(step, outlined.budget(budget), PlannerSettings("timed", machine=machine))
+        planned = plan_in_chunks(outlined.whole, asked).planned
     except BudgetTooSmall as error:
         return replace(row, needed=error.needed)
+    seconds, repeated = time.process_time() - began, planned.recomputation
     plan, bound = planned.plan, bound_of(without_recomputation(planned.whole), machine)
     return replace(
         row,
@@ -141,7 +160,8 @@ def _row(cell: Cell, outlined: Outline, step: CapturedStep, machine: Machine) ->
         busy=dict(Simulator(plan, machine).run().busy),
         reload=swapped_bytes(plan, swaps_in),
         offload=swapped_bytes(plan, swaps_out),
-        plan_seconds=round(planned.seconds["plan"], 1),
+        plan_seconds=round(seconds, 1),
+        dropped=None if repeated is None else repeated.dropped / repeated.seconds,
         host=row.weights + plan.host.memory,
     )
 

@@ -33,7 +33,8 @@ class Job:
     """What one process measures. ``rank`` of the adapter, 0 for a prompt; ``budget`` in bytes, None for engines that
     know none; ``bandwidth`` in bytes/s, of a link of the host device; ``folder`` receives the first step's gradients,
     or what the first prompt left; ``quant``: the frozen weights' form, one of ``benchmarks.common.quantised``;
-    ``cache``: the folder of plans and passed self-checks, None for neither."""
+    ``cache``: the folder of plans and passed self-checks, None for neither; ``checkpointing``: of activations, by the
+    script."""
 
     engine: str
     shape: Mapping[str, int]
@@ -48,6 +49,7 @@ class Job:
     folder: str
     quant: str = PLAIN
     cache: str | None = None
+    checkpointing: bool = True
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -95,7 +97,7 @@ class Engine:
         job = self.job
         base = meta_llama(job.shape, dtype=job.torch_dtype, attention="sdpa", positions=max(2048, job.tokens))
         draw_weights(base, self.where, home, quantise=quantise_of(job.quant))
-        return with_adapter(base, rank=job.rank, checkpointing=True, offload=offload)
+        return with_adapter(base, rank=job.rank, checkpointing=job.checkpointing, offload=offload)
 
     def arena_model(self) -> Any:
         """The job's model, its frozen weights in a host arena; packed ones on the host, for ``prepare`` to move."""
@@ -109,11 +111,11 @@ class Engine:
                 layer.to("cpu")
 
             draw_weights(base, self.where, lambda t: t.to(self.where, copy=True), quantise=pack)
-            return with_adapter(base.to("cpu"), rank=job.rank, checkpointing=True)
+            return with_adapter(base.to("cpu"), rank=job.rank, checkpointing=job.checkpointing)
         base, _ = arena_llama(
             job.shape, dtype=job.torch_dtype, attention="sdpa", source=self.where, positions=positions
         )
-        return with_adapter(base, rank=job.rank, checkpointing=True)
+        return with_adapter(base, rank=job.rank, checkpointing=job.checkpointing)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Of what is trained alone; its rate makes losses fall from step to step."""

@@ -109,6 +109,7 @@ def jobs_of(args: argparse.Namespace, folder: Path) -> list[Job]:
                     tokens=args.tokens,
                     dtype=args.dtype,
                     rank=args.rank,
+                    checkpointing=not args.no_checkpointing,
                     device=args.device,
                     budget=budget,
                     bandwidth=args.bandwidth if args.device == "cpu" else None,
@@ -157,6 +158,7 @@ def run(words: Sequence[str]) -> dict[str, Any]:
         "tokens": args.tokens,
         "dtype": args.dtype,
         "rank": args.rank,
+        "checkpointing": not args.no_checkpointing,
         "device": args.device,
         "bandwidth": args.bandwidth if args.device == "cpu" else None,
         "weights": quantised.weight_bytes(shape, args.quant[0], getattr(torch, args.dtype)),
@@ -192,6 +194,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--budgets", type=_shares, default=[0.5], help="of the weights' bytes, in the first form")
     made.add_argument("--memory", type=lambda t: t.split(","), default=[], help="budgets as sizes, in their place")
     made.add_argument("--engines", type=lambda t: names_of(tuple(ALL), t), default=list(ALL), help=", ".join(ALL))
+    made.add_argument("--no-checkpointing", action="store_true", help="of activations, by the script")
     made.add_argument("--apart", action="store_true", help="one engine after the other, never two in memory")
     add_run(made, "a step")
     return made
@@ -210,9 +213,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(words)
     result = run(words)
     print(f"{result['machine']}; torch {torch.__version__}; load {result['load']}")
+    saved = "no checkpointing" if args.no_checkpointing else "checkpointing"
     print(
         f"{args.shape}, batch {args.batch} x {args.tokens}, {args.dtype}, rank {args.rank}, weights "
-        f"{format_size(result['weights'])} ({args.quant[0]}), checkpointing; {'alone' if args.apart else 'in turn'}\n"
+        f"{format_size(result['weights'])} ({args.quant[0]}), {saved}; {'alone' if args.apart else 'in turn'}\n"
     )
     print(table(result))
     save(args.output, result)
