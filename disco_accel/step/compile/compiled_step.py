@@ -115,7 +115,7 @@ class CompiledStep:
     @functools.cached_property
     def transfers(self) -> Mapping[Ref, int]:
         """Gradient → the transfer that takes it to the user's memory."""
-        return leaving_by(self.graph)
+        return leaving_by(self.captured.graph)
 
     def gradient_places(self, memory: GradientMemory) -> GradientPlaces:
         """Memory for ``captured.gradients`` of the step that waits at its gate, in their order; none for those that
