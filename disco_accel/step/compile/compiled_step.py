@@ -171,7 +171,7 @@ class CompiledStep:
     def compute_seconds(self) -> float:
         """Sum of the durations of the busiest device's kernels, each measured alone."""
         seconds: dict[int, float] = {}
-        for vertex in self.plan.vertices:
+        for vertex in self.graph.vertices:
             if vertex.id in self.records:
                 seconds[vertex.space] = seconds.get(vertex.space, 0.0) + self.records[vertex.id].seconds
         devices = (device.id for device in self.plan.devices if not device.is_host_device)
