@@ -30,7 +30,6 @@ from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.keep_or_recompute import decide
 from disco_accel.plan.plan_cache import with_own_vertices
 from disco_accel.plan.search_work import SearchWork
-from disco_accel.plan.select import make_plan
 from disco_accel.simulate.machine import Link, Machine
 from disco_accel.threads import start_thread
 
@@ -55,14 +54,13 @@ class PlanningProcess:
         policy: str,
         machine: Machine | None,
         work: SearchWork,
-        recompute: str | None = None,
-        offered: Collection[int] = (),
+        recompute: str,
+        offered: Collection[int],
     ) -> MemGraph:
-        """As ``make_plan``, of a step that runs again and again; the plan is not verified. ``recompute`` and
-        ``offered``: as in ``decide``, which makes the plan then, of a graph that ``graph_of_plan`` tells.
+        """As ``decide``; the plan is not verified, and of a graph that ``graph_of_plan`` tells.
 
         Raises:
-            BudgetTooSmall: as ``make_plan``, and Infeasible.
+            BudgetTooSmall: as ``decide``, and Infeasible.
             PlanError: the process ended without an answer, or was stopped.
         """
         request = {
@@ -134,14 +132,9 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     work = SearchWork(request["seconds"], names_needed=request["names_needed"])
     graph = replace(taskgraph_from_json(request["graph"]), ops=_calls(request["calls"]))
     machine = _machine(request["machine"])
-    asked = {"policy": request["policy"], "planner": request["planner"]}
+    asked = {key: request[key] for key in ("policy", "planner", "recompute", "offered")}
     try:
-        if request["recompute"] is None:
-            plan = make_plan(graph, **asked, cyclic=True, machine=machine, work=work)
-        else:
-            plan, _ = decide(
-                graph, machine or Machine(), work, **asked, recompute=request["recompute"], offered=request["offered"]
-            )
+        plan, _ = decide(graph, machine or Machine(), work, **asked)
     except BudgetTooSmall as error:
         sizes = {"needed": error.needed, "given": error.given, "devices": list(error.devices)}
         return {"refused": {"kind": "too small", **sizes}}
