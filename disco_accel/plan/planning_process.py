@@ -132,9 +132,9 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     work = SearchWork(request["seconds"], names_needed=request["names_needed"])
     graph = replace(taskgraph_from_json(request["graph"]), ops=_calls(request["calls"]))
     machine = _machine(request["machine"])
-    asked = {key: request[key] for key in ("policy", "planner", "recompute", "offered")}
+    asked = {key: request[key] for key in ("policy", "planner", "recompute")}
     try:
-        plan, _ = decide(graph, machine or Machine(), work, **asked)
+        plan, _ = decide(graph, machine or Machine(), work, **asked, offered=frozenset(request["offered"]))
     except BudgetTooSmall as error:
         sizes = {"needed": error.needed, "given": error.given, "devices": list(error.devices)}
         return {"refused": {"kind": "too small", **sizes}}

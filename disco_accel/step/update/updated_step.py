@@ -124,8 +124,10 @@ def step_with_update(
         if planned is None or plain.host_bytes(planned.plan) > host_memory:
             continue
         seconds = simulate(planned.plan, machine).makespan if len(choices) > 1 else 0.0
-        if home_by_gate(planned.plan) and (best is None or (update_on == "auto" and seconds < best[0])):
+        if home_by_gate(planned.plan) and (best is None or seconds < best[0]):
             best = seconds, updated, step, planned
+        if best is not None and update_on != "auto":
+            break
     if best is None:
         return None
     _, updated, step, planned = best
