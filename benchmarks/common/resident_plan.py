@@ -5,13 +5,13 @@ from __future__ import annotations
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.plan import make_plan
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.pipeline import PlannerSettings, replan
 
 
 def resident_plan(step: CompiledStep, config: DiscoConfig) -> MemGraph:
     """Plan ``step`` with the planner of ``config``; the result copies nothing."""
     room = 4 * (sum(sum(v.sizes) for v in step.graph.vertices) + step.budget.total)
-    plan = replan(step.graph, room, PlannerSettings(config.planner, config.policy))
+    plan = make_plan(step.graph, memory=room, planner=config.planner, policy=config.policy, cyclic=True)
     assert not any(swaps_in(v) for v in plan.vertices), "nothing has to move where all fits"
     return plan

@@ -22,7 +22,7 @@ from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.native.extension import load_extension
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.pipeline import PlannerSettings, replan
+from disco_accel.step.compile.pipeline import PlannerSettings, plan_step
 
 
 def in_memory_peak(workload: Workload, steps: int = 3) -> int:
@@ -49,10 +49,11 @@ def in_memory_peak(workload: Workload, steps: int = 3) -> int:
 
 def least_budget(step: CompiledStep, config: DiscoConfig) -> int:
     """The smallest whole budget for which the planner finds a plan of ``step``."""
+    settings = PlannerSettings(config.planner, config.policy, recompute=config.recompute)
     try:
-        replan(step.graph, 1, PlannerSettings(config.planner, config.policy))
+        plan_step(step.captured, step.budget.within(1), settings)
     except BudgetTooSmall as error:
-        return error.needed + step.budget.outside
+        return error.needed
     raise AssertionError("no step fits one byte")
 
 

@@ -18,7 +18,7 @@ from disco_accel.measure.costs import Measured
 from disco_accel.measure.record import measurements
 from disco_accel.native.cuda_backend import median_seconds
 from disco_accel.native.host_memory import bytes_of
-from disco_accel.step.compile.pipeline import PlannerSettings, replan
+from disco_accel.plan import make_plan
 
 _KS = (0, 1, 2, 4, 8)
 _STEPS = 7
@@ -58,7 +58,7 @@ def measure(run: Run) -> dict[str, Any]:
 
         costs = Measured(run.device).of(graph)
         costed = measurements(costs.records).run(graph)
-        plan, records = replan(costed, 1 << 30, PlannerSettings("build", "belady")), costs.records
+        plan, records = make_plan(costed, memory=1 << 30, policy="belady", cyclic=True), costs.records
         alone = _eager_seconds(eager, where)
         ratios = []
         for k in _KS:

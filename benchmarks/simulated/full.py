@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -50,7 +49,7 @@ from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.roofline import Speed
 from disco_accel.simulate.simulator import Simulator
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.step.compile.pipeline import PlannerSettings, plan_step, replan, with_costs
+from disco_accel.step.compile.pipeline import PlannerSettings, plan_step, with_costs
 from disco_accel.step.optimizer_home import TrainedBytes
 from disco_accel.step.update.pending_update import AdamSettings, ParameterUpdate
 from disco_accel.step.update.update_choice import Measure, UpdateChoice
@@ -253,17 +252,19 @@ def _modes(outlined: Outline, step: CapturedStep, budget: int, device: Device) -
     update = sum(p.numel() for p in outlined.model.parameters() if p.requires_grad) / device.host.update
     behind = replace(_with_update(behind, update), plan_seconds=round(planned.seconds["plan"], 1))
     updates = UpdateChoice(planned.graph, *updates_on_meta(outlined), "float32", _measure(device))
+    choices = updates.choices("auto", machine)
+    updates = replace(updates, graph=step.graph)
     made: list[Mode] = []
-    for on_device, arena in updates.choices("auto", machine):
-        graph = updates.timed(on_device)
+    for on_device, arena in choices:
+        updated = replace(step, graph=updates.timed(on_device))
         try:
-            plan, seconds = _replanned(graph, arena, settings)
+            planned = plan_step(updated, given.with_arena(arena), settings)
         except BudgetTooSmall as error:
-            made.append(Mode(needed=error.needed + outside))
+            made.append(Mode(needed=error.needed))
             continue
-        mode = _mode(graph, plan, captured, device, outside)
+        mode = _mode(planned.graph, planned.plan, captured, device, outside)
         parameters = sum(updates.parts[part].parameter.numel() for part in on_device)
-        made.append(replace(mode, on_device=parameters, plan_seconds=round(seconds, 1)))
+        made.append(replace(mode, on_device=parameters, plan_seconds=round(planned.seconds["plan"], 1)))
     # The last is without updates on the device.
     return behind, made[-1], min(made, key=lambda mode: mode.seconds or float("inf"))
 
@@ -305,11 +306,6 @@ def _measure(device: Device) -> Measure:
         return found
 
     return measure
-
-
-def _replanned(graph: TaskGraph, arena: int, settings: PlannerSettings) -> tuple[MemGraph, float]:
-    began = time.perf_counter()
-    return replan(graph, arena, settings), time.perf_counter() - began
 
 
 def _mode(graph: TaskGraph, plan: MemGraph, captured: CapturedStep, device: Device, outside: int) -> Mode:

@@ -152,8 +152,8 @@ def keep_values(left_out: Sequence[Clone]) -> GraphPass:
 
 class _Choice:
     """``written``: clones without which the graph is as the script wrote it. ``judged``: clones that are left out →
-    drafts of the graph without them. ``best``: the plan so far and its passes, with its ``makespan``.
-    ``offers_drafts``: drafts get offsets."""
+    drafts of the graph without them. ``planned``: of which a search has come to its end. ``best``: the plan so far and
+    its passes, with its ``makespan``. ``offers_drafts``: drafts get offsets."""
 
     def __init__(
         self,
@@ -173,6 +173,7 @@ class _Choice:
         self.work = work
         self.offers_drafts = offers_drafts
         self.judged: dict[tuple[Clone, ...], DraftedGraph] = {}
+        self.planned: set[tuple[Clone, ...]] = set()
         self.drafting = work.shared(_DRAFTS, len(graph.vertices))
         self.best: Planned | None = None
         self.makespan = float("inf")
@@ -269,7 +270,8 @@ class _Choice:
             own = self.work.shared(1.0, len(self.graph.vertices), finds_needed=False)
             if chosen and not own.over(len(self.graph.vertices)):
                 self._plan(chosen, own)
-        if self.best is None or (self._compute() < self.makespan and not self._is_slow(self.written)):
+        may_gain = self.best is None or (self._compute() < self.makespan and not self._is_slow(self.written))
+        if may_gain and self.written not in self.planned:
             self._plan(self.written, self._whole_work(finds_needed=self.best is None and not self.written))
         if self.best is None:
             self._plan((), self._whole_work(finds_needed=True))
@@ -294,6 +296,8 @@ class _Choice:
             return
         finally:
             self.work.take(own)
+        if not own.over(len(self.graph.vertices)):
+            self.planned.add(chosen)
         # BUILDMEMGRAPH may offload any value.
         if not any(swaps_out(v) and v.inputs[0][0] in constants for v in plan.vertices):
             self._keep_if_faster(plan, passes)

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ from disco_accel.graph.graph_json import memgraph_to_object, taskgraph_to_object
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.spaces import ROUTE_OF
 from disco_accel.graph.strict_json import parse_json
-from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.taskgraph import OpCall, RngSite, TaskGraph
 from disco_accel.graph.value_numbering import graph_of_plan
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.keep_or_recompute import decide
 from disco_accel.plan.plan_cache import with_own_vertices
 from disco_accel.plan.search_work import SearchWork
-from disco_accel.plan.select import make_plan
 from disco_accel.simulate.machine import Link, Machine
 from disco_accel.threads import start_thread
 
@@ -55,18 +54,18 @@ class PlanningProcess:
         policy: str,
         machine: Machine | None,
         work: SearchWork,
-        recompute: str | None = None,
-        offered: Collection[int] = (),
+        recompute: str,
+        offered: Collection[int],
     ) -> MemGraph:
-        """As ``make_plan``, of a step that runs again and again; the plan is not verified. ``recompute`` and
-        ``offered``: as in ``decide``, which makes the plan then, of a graph that ``graph_of_plan`` tells.
+        """As ``decide``; the plan is not verified, and of a graph that ``graph_of_plan`` tells.
 
         Raises:
-            BudgetTooSmall: as ``make_plan``, and Infeasible.
+            BudgetTooSmall: as ``decide``, and Infeasible.
             PlanError: the process ended without an answer, or was stopped.
         """
         request = {
             "graph": taskgraph_to_object(graph),
+            "calls": _calls_to_list(graph),
             "planner": planner,
             "policy": policy,
             "seconds": work.limit,
@@ -131,15 +130,11 @@ def _refusal(data: object) -> Exception:
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of the process to ``request``."""
     work = SearchWork(request["seconds"], names_needed=request["names_needed"])
-    graph, machine = taskgraph_from_json(request["graph"]), _machine(request["machine"])
-    asked = {"policy": request["policy"], "planner": request["planner"]}
+    graph = replace(taskgraph_from_json(request["graph"]), ops=_calls(request["calls"]))
+    machine = _machine(request["machine"])
+    asked = {key: request[key] for key in ("policy", "planner", "recompute")}
     try:
-        if request["recompute"] is None:
-            plan = make_plan(graph, **asked, cyclic=True, machine=machine, work=work)
-        else:
-            plan, _ = decide(
-                graph, machine or Machine(), work, **asked, recompute=request["recompute"], offered=request["offered"]
-            )
+        plan, _ = decide(graph, machine or Machine(), work, **asked, offered=frozenset(request["offered"]))
     except BudgetTooSmall as error:
         sizes = {"needed": error.needed, "given": error.given, "devices": list(error.devices)}
         return {"refused": {"kind": "too small", **sizes}}
@@ -148,6 +143,25 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     except DiscoError as error:
         return {"refused": {"kind": "error", "message": f"{type(error).__name__}: {error}"}}
     return {"plan": memgraph_to_object(plan), "cut": work.cut}
+
+
+def _calls_to_list(graph: TaskGraph) -> list[list[Any]]:
+    """All that tells which kernels compute the same values: of each call the name, a number that equal ones share, and
+    the random numbers that it draws."""
+    numbers: dict[str, int] = {}
+    calls: list[list[Any]] = []
+    for vertex, call in graph.ops.items():
+        text = repr((call.overload, call.args, call.results))
+        rng = None if call.rng is None else [call.rng.slot, call.rng.replay]
+        calls.append([vertex, call.name, numbers.setdefault(text, len(numbers)), rng])
+    return calls
+
+
+def _calls(data: list[list[Any]]) -> dict[int, OpCall]:
+    return {
+        vertex: OpCall(name, str(number), (), (), rng=None if rng is None else RngSite(*rng))
+        for vertex, name, number, rng in data
+    }
 
 
 def _machine_to_object(machine: Machine) -> dict[str, Any]:

@@ -365,13 +365,16 @@ def test_sums_that_offload_more_than_the_host_has_room_for_are_left_to_autograd(
     """Told once; the bits of eager mode."""
     weights = sum(p.nbytes for p in Layers().parameters())
     model, eager = prepared(Layers(), host_memory=6 * weights), Layers()
-    made = accumulating_step.replan_if_it_fits
+    made = accumulating_step.plan_if_it_fits
 
     def offloading(*args: Any) -> Any:
-        plan = made(*args)
-        return plan and replace(plan, spaces=(*plan.devices, replace(plan.host, memory=3 * weights)))
+        planned = made(*args)
+        if planned is None:
+            return None
+        plan = planned.plan
+        return replace(planned, plan=replace(plan, spaces=(*plan.devices, replace(plan.host, memory=3 * weights))))
 
-    monkeypatch.setattr(accumulating_step, "replan_if_it_fits", offloading)
+    monkeypatch.setattr(accumulating_step, "plan_if_it_fits", offloading)
     for of in (model, eager):
         for seed in range(4):
             of(ids(seed)).backward()

@@ -64,6 +64,18 @@ class Odd(torch.nn.Module):
         return y + torch.sign(self.stepped).sum()
 
 
+class Equal(torch.nn.Module):
+    """``one`` and ``two`` get gradients of the same bits, each made by a kernel of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = (torch.nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x + self.one) + self.two).square().mean()
+
+
 LEAVING = {"turned", "single", "stepped"}
 
 
@@ -123,6 +135,17 @@ def test_every_gradient_goes_straight_to_its_place() -> None:
         assert memory.nbytes <= nbytes + 64 * len(list(model.parameters()))
         produced = {gradient.ref[0] for gradient in step.captured.gradients}
         assert not any(v.keep for v in step.plan.vertices if v.id in produced)
+
+
+def test_equal_gradients_are_made_once_and_leave_for_two_places() -> None:
+    model, eager = prepared(Equal()), Equal()
+    for seed in range(3):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+        for of in (model, eager):
+            of(x).backward()
+        assert_same(model, eager)
+    figures = stats(model)
+    assert figures["recomputation"]["kernels"] == 1 and figures["steps_accumulated"] == 2
 
 
 def test_gradients_of_later_layers_have_left_when_the_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:

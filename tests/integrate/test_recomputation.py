@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.copies import copies_bytes
+from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.step.run.session import current_step
 from tests.support.models import family_lora, random_batch
 
@@ -61,6 +63,16 @@ def test_every_budget_has_eagers_bits(checkpointing: bool) -> None:
         assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want), budget
         assert not figures["fallbacks"]
     assert figures["recomputation"]["dropped"] == figures["recomputation"]["seconds"] > 0
+
+
+def test_seconds_of_kernels_are_those_of_the_kernels_that_run() -> None:
+    """Copies may have the numbers of kernels that the plan leaves out."""
+    model = prepared(3 * least("auto"), "auto")
+    trained(model)
+    step = current_step(model)
+    assert step is not None and any(v.id in step.records for v in step.plan.vertices if copies_bytes(v))
+    kernels = [vertex.id for vertex in step.plan.vertices if vertex.kind is VertexKind.KERNEL]
+    assert step.compute_seconds == pytest.approx(sum(step.records[kernel].seconds for kernel in kernels))
 
 
 def test_as_written_computes_twice_what_the_script_does() -> None:

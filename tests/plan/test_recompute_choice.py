@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -18,11 +19,13 @@ from disco_accel.native.backend import backend_of_kind
 from disco_accel.plan import Machine
 from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.keep_or_recompute import Recomputation, decide
+from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.plan.recompute_cut import cut_at_price
 from disco_accel.plan.search_work import SearchWork
 from disco_accel.simulate.roofline import with_estimates
 from disco_accel.simulate.simulator import Link, simulate
 from disco_accel.verify.static import verify
+from tests.step.moving_budgets import answer_here
 from tests.support.models import family_lora, random_batch
 
 MACHINE = Machine(links={TO_DEVICE: Link(1e10, 1e-6), TO_HOST: Link(1e10, 1e-6)})
@@ -70,6 +73,18 @@ def seconds(captured: CapturedStep, memory: int, recompute: str = "auto") -> tup
     found = Recomputation.of(graph, planned, plan)
     assert found is not None
     return took, found
+
+
+def test_another_process_decides_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets no calls, but what tells which kernels compute the same."""
+    monkeypatch.setattr(PlanningProcess, "_answer", answer_here)
+    captured = step(False)
+    graph = with_memory(captured.graph, lambda _: everything(captured.graph) // 256 // 4 * 256)
+    asked: dict[str, Any] = {"planner": "timed", "policy": "auto", "recompute": "auto", "offered": captured.offered}
+    here, _ = decide(graph, MACHINE, SearchWork(), **asked)
+    there = PlanningProcess().plan(graph, machine=MACHINE, work=SearchWork(), **asked)
+    assert here.vertices == there.vertices and here.slots == there.slots
+    assert len(here.vertices) < len(graph.vertices)
 
 
 def test_what_is_offered_is_what_checkpoints_of_layers_compute() -> None:

@@ -6,20 +6,15 @@ import threading
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import arena_bytes
-from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.passes import arena_of
 from disco_accel.plan import Machine
-from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.planning_process import PlanningProcess
-from disco_accel.plan.search_work import SearchWork
 from disco_accel.simulate.simulator import simulate
 from disco_accel.step.compile.budget_parts import Budget, require_host_memory
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.pipeline import PlannedStep, plan_step, replan
+from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings, plan_if_it_fits, plan_step
 from disco_accel.step.gradients.accumulating_step import AccumulatingStep
 from disco_accel.step.update.updated_step import StepWithUpdate, home_by_gate
 
@@ -141,20 +136,9 @@ class PlanSet:
             raise
         first = self._first
         require_host_memory(self._host_memory, planned.graph, planned.plan.host.memory, copies=first.captured.copies)
-        plain = replace(
-            first,
-            graph=planned.graph,
-            plan=planned.plan,
-            budget=planned.budget,
-            recomputation=planned.recomputation,
-            seconds={"record": first.seconds["record"], **planned.seconds},
-            plan_cache=planned.cache_use,
-            loaded=None,
-            groups=(-1, -1),
-        )
         if seconds is None:
             self.settled.add(total)
-        member = self.add(plain)
+        member = self.add(first.by(planned))
         if seconds is not None:
             for kind in list(self.kinds):
                 self.make_more(member, kind, seconds)
@@ -164,20 +148,14 @@ class PlanSet:
         self, member: Member, kind: Kind, seconds: float | None = None, elsewhere: PlanningProcess | None = None
     ) -> None:
         """Plan a step of ``kind`` in the arena of ``member``, if there is one."""
-        sample = self.kinds[kind]
-        plain = member.plain
-        arena = _arena(sample) - _arena(sample.plain) + _arena(plain)
-        plan = _planned_beside(sample, arena, seconds, elsewhere)
-        if plan is None or plain.host_bytes(plan) > self._host_memory:
+        sample, plain = self.kinds[kind], member.plain
+        # A plan with updates may be made for a part of the arena.
+        budget = plain.budget.with_arena(plain.budget.arena * _arena(sample) // _arena(sample.plain))
+        planned = plan_if_it_fits(sample.captured, budget, self._settings(seconds), elsewhere)
+        if planned is None or plain.host_bytes(planned.plan) > self._host_memory:
             return
-        graph = arena_of(arena).run(sample.graph)
-        new: dict[str, Any] = {"graph": graph, "plan": plan, "plain": plain, "budget": plain.budget}
-        new |= {"clean": plain.clean, "loaded": None, "groups": (-1, -1)}
-        if isinstance(sample, StepWithUpdate):
-            if not home_by_gate(plan):
-                return
-            new["updated"] = replace(sample.updated, graph=graph)
-        member.more[kind] = replace(sample, **new)
+        if not isinstance(sample, StepWithUpdate) or home_by_gate(planned.plan):
+            member.more[kind] = sample.by(planned, plain=plain, budget=plain.budget, clean=plain.clean)
 
     def find_limits(self, most: int, elsewhere: PlanningProcess) -> None:
         """Find ``minimum`` and ``max_useful``, of at most ``most`` bytes, and plans for both. Searches for seconds."""
@@ -207,11 +185,15 @@ class PlanSet:
     ) -> PlannedStep:
         """The verified plan within ``total`` bytes, by a search of at most ``seconds`` if they are given. It touches no
         tensor, so that any thread may plan. Raises as ``plan_step``."""
+        return plan_step(self._first.captured, self.budget(total), self._settings(seconds), elsewhere=elsewhere)
+
+    def _settings(self, seconds: float | None) -> PlannerSettings:
+        """Those of a search of at most ``seconds``, if they are given."""
         settings = self._first.settings
-        if seconds is not None:
-            limit = settings.plan_seconds
-            settings = replace(settings, plan_seconds=seconds if limit is None else min(seconds, limit))
-        return plan_step(self._first.captured, self.budget(total), settings, elsewhere=elsewhere)
+        if seconds is None:
+            return settings
+        limit = settings.plan_seconds
+        return replace(settings, plan_seconds=seconds if limit is None else min(seconds, limit))
 
     def next_total(self) -> int | None:
         """The budget between ``minimum`` and ``max_useful`` whose plan tells most; None: none is worth making."""
@@ -244,14 +226,3 @@ class PlanSet:
 
 def _arena(step: CompiledStep) -> int:
     return next(device.memory for device in step.graph.devices if not device.is_host_device)
-
-
-def _planned_beside(
-    sample: MoreThanPlain, arena: int, seconds: float | None, elsewhere: PlanningProcess | None
-) -> MemGraph | None:
-    settings = sample.settings if seconds is None else replace(sample.settings, plan_seconds=seconds)
-    try:
-        work = SearchWork(settings.plan_seconds, names_needed=False)
-        return replan(sample.graph, arena, settings, work, elsewhere)
-    except (BudgetTooSmall, Infeasible):
-        return None

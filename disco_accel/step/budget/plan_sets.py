@@ -79,7 +79,7 @@ class PlanSets:
         again from its inputs. Raises BudgetTooSmall."""
         if not self._grant.moving or step.budget.total <= self._grant.total:
             return step
-        member = self._plan_of(*self._of_captured[id(step.captured)])
+        member = self._plan_of(*self._of_captured[id(getattr(step, "plain", step).captured)])
         if isinstance(step, AccumulatingStep):
             # Without a plan that adds, autograd does it.
             return next((each for each in member.more.values() if isinstance(each, AccumulatingStep)), member.plain)
@@ -96,7 +96,7 @@ class PlanSets:
         if not self._grant.moving or id(step) in self._noted or not isinstance(step, AccumulatingStep | StepWithUpdate):
             return
         self._noted.add(id(step))
-        _, plan_set = self._of_captured[id(step.captured)]
+        _, plan_set = self._of_captured[id(step.plain.captured)]
         key = next(key for key, each in self._plans.items() if each is step)
         kind: Kind = (key[0], *key[2:])
         plan_set.kinds.setdefault(kind, step)

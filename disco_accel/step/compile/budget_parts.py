@@ -97,6 +97,10 @@ class Budget:
         """The parts of another ``total`` for the same step, beside ``others``."""
         return replace(self, total=total, others=others).split(self.workspaces, in_blocks=self.in_blocks)
 
+    def with_arena(self, arena: int) -> Budget:
+        """The budget that leaves so many bytes beside the same other parts."""
+        return replace(self, total=self.outside + arena)
+
     def _parts(self, total: int, workspaces: int, in_blocks: bool) -> Budget:
         # Workspaces are whole pieces.
         rounding = min(_ROUNDING, -(-max(0, total - workspaces) // _ROUNDING_SHARE)) if in_blocks else 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 
@@ -26,7 +27,7 @@ from disco_accel.plan.plan_cache import PlanCacheUse
 from disco_accel.plan.summary import link_bytes, staying_bytes
 from disco_accel.sizes import format_size
 from disco_accel.step.compile.budget_parts import Budget, host_memory_parts
-from disco_accel.step.compile.pipeline import PlannerSettings
+from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings
 from disco_accel.step.optimizer_home import TrainedBytes
 from disco_accel.step.placement.gradient_memory import GradientMemory, GradientPlaces, LeavingGradient
 from disco_accel.step.placement.shard_memory import ShardMemory
@@ -39,8 +40,9 @@ PlannedNorms = tuple[tuple[str, ...], Ref, TensorSpec]
 class CompiledStep:
     """A verified plan and its executor. ``seconds`` holds the time each stage of making it took.
 
-    Executors are made from ``records``, of all kernels of ``captured``, and ``clean``, so that benchmarks can run the
-    same plan otherwise. ``settings``: of its planner, for plans of the same step within other budgets.
+    ``graph``: that of ``captured``, without kernels that ``plan`` leaves out. Executors are made from ``records``, of
+    all kernels of ``captured``, and ``clean``, so that benchmarks can run the same plan otherwise. ``settings``: of its
+    planner, for plans of the same step within other budgets.
     """
 
     captured: CapturedStep
@@ -68,6 +70,13 @@ class CompiledStep:
     """The model's trainable parameters by name, looked up at the first run."""
     runs = 0
     """Steps that have run from this plan. No field: a copy with another plan begins at 0."""
+
+    def by(self, planned: PlannedStep, **fields: Any) -> Self:
+        """The same step by another plan, with other ``fields``."""
+        own: dict[str, Any] = {"graph": planned.graph, "plan": planned.plan, "budget": planned.budget, "loaded": None}
+        own |= {"recomputation": planned.recomputation, "plan_cache": planned.cache_use, "groups": (-1, -1)}
+        own["seconds"] = {"record": self.seconds["record"], **planned.seconds}
+        return replace(self, **(own | fields))
 
     @property
     def executor(self) -> Executor:
@@ -115,7 +124,7 @@ class CompiledStep:
     @functools.cached_property
     def transfers(self) -> Mapping[Ref, int]:
         """Gradient → the transfer that takes it to the user's memory."""
-        return leaving_by(self.graph)
+        return leaving_by(self.captured.graph)
 
     def gradient_places(self, memory: GradientMemory) -> GradientPlaces:
         """Memory for ``captured.gradients`` of the step that waits at its gate, in their order; none for those that
@@ -171,7 +180,7 @@ class CompiledStep:
     def compute_seconds(self) -> float:
         """Sum of the durations of the busiest device's kernels, each measured alone."""
         seconds: dict[int, float] = {}
-        for vertex in self.plan.vertices:
+        for vertex in self.graph.vertices:
             if vertex.id in self.records:
                 seconds[vertex.space] = seconds.get(vertex.space, 0.0) + self.records[vertex.id].seconds
         devices = (device.id for device in self.plan.devices if not device.is_host_device)

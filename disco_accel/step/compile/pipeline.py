@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.errors import BudgetTooSmall
@@ -18,7 +19,7 @@ from disco_accel.graph.passes import AppliedPass, GraphPass, arena_of
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.value_numbering import graph_of_plan
 from disco_accel.measure.costs import Costs, GraphCosts
-from disco_accel.plan import Machine, make_plan
+from disco_accel.plan import Machine
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.keep_or_recompute import Recomputation, decide
 from disco_accel.plan.plan_cache import PlanCache, PlanCacheUse, plan_fingerprint
@@ -104,25 +105,23 @@ def plan_step(
     # A budget that adapters and optimizer state already exceed still gets an answer: the needs of the whole step.
     step = step.through((arena_of(max(budget.arena, step.graph.devices[0].alignment)),))
     graph, passes = step.graph, tuple[GraphPass, ...]()
-    key, plan = _stored(graph, settings)
+    key = _key(step, settings)
+    plan = None if settings.cache is None else settings.cache.load(key, graph, cyclic=True)
     use = PlanCacheUse.OFF if settings.cache is None else PlanCacheUse.MISS if plan is None else PlanCacheUse.HIT
     work = SearchWork(settings.plan_seconds, names_needed=names_needed)
     if plan is None:
         say(f"planning {len(graph.ops)} kernels in {format_size(graph.devices[0].memory)}")
+        asked: dict[str, Any] = {
+            "planner": settings.planner,
+            "policy": settings.policy,
+            "recompute": settings.recompute,
+            "offered": step.offered,
+        }
         try:
             if elsewhere is not None:
-                plan = _made_elsewhere(graph, work, settings, elsewhere, settings.recompute, step.offered)
+                plan = elsewhere.plan(graph, machine=settings.machine, work=work, **asked)
             else:
-                machine = settings.machine or Machine()
-                plan, passes = decide(
-                    graph,
-                    machine,
-                    work,
-                    planner=settings.planner,
-                    policy=settings.policy,
-                    recompute=settings.recompute,
-                    offered=step.offered,
-                )
+                plan, passes = decide(graph, settings.machine or Machine(), work, **asked)
         except BudgetTooSmall as error:
             needed, parts = budget.total_for(error.needed), what_it_needs(budget, error.needed, graph, step.copies)
             where = f" on device {', '.join(map(str, error.devices))}" if error.devices else ""
@@ -134,82 +133,36 @@ def plan_step(
     found = time.perf_counter()
     if use is not PlanCacheUse.HIT:
         # What the cache has loaded it has verified.
-        _verified(planned, plan, settings, key)
+        verify(planned, plan)
+        if settings.cache is not None:
+            settings.cache.store(key, plan)
     seconds = {"plan": found - began, "verify": time.perf_counter() - found}
     applied = step.through(passes).passes
     recomputation = Recomputation.of(graph, planned, plan, step.offered)
     return PlannedStep(planned, plan, budget, use, applied, seconds, work.cut, notes, graph, recomputation)
 
 
-def replan(
-    graph: TaskGraph,
-    memory: int,
-    settings: PlannerSettings,
-    work: SearchWork | None = None,
-    elsewhere: PlanningProcess | None = None,
-) -> MemGraph:
-    """Another verified plan of a graph that has its costs, in an arena of ``memory`` bytes; ``elsewhere`` as in
-    ``plan_step``. Raises as ``make_plan``."""
-    sized = arena_of(memory).run(graph)
-    key, plan = _stored(sized, settings)
-    if plan is not None:
-        return plan
-    work = work or SearchWork(settings.plan_seconds)
-    if elsewhere is not None:
-        plan = _made_elsewhere(sized, work, settings, elsewhere)
-    else:
-        plan = make_plan(
-            sized, policy=settings.policy, planner=settings.planner, cyclic=True, machine=settings.machine, work=work
-        )
-    _verified(sized, plan, settings, key)
-    return plan
-
-
-def replan_if_it_fits(graph: TaskGraph, memory: int, settings: PlannerSettings) -> MemGraph | None:
-    """As ``replan``; None where that finds no plan, without the search for the smallest memory that has one."""
+def plan_if_it_fits(
+    step: CapturedStep, budget: Budget, settings: PlannerSettings, elsewhere: PlanningProcess | None = None
+) -> PlannedStep | None:
+    """As ``plan_step``; None where that finds no plan, without the search for the smallest memory that has one."""
     try:
-        return replan(graph, memory, settings, SearchWork(settings.plan_seconds, names_needed=False))
+        return plan_step(step, budget, settings, names_needed=False, elsewhere=elsewhere)
     except (BudgetTooSmall, Infeasible):
         return None
 
 
-def _made_elsewhere(
-    graph: TaskGraph,
-    work: SearchWork,
-    settings: PlannerSettings,
-    process: PlanningProcess,
-    recompute: str | None = None,
-    offered: Collection[int] = (),
-) -> MemGraph:
-    return process.plan(
-        graph,
-        planner=settings.planner,
-        policy=settings.policy,
-        machine=settings.machine,
-        work=work,
-        recompute=recompute,
-        offered=offered,
-    )
-
-
-def _stored(graph: TaskGraph, settings: PlannerSettings) -> tuple[str, MemGraph | None]:
-    """The key of ``graph`` in the cache of ``settings``, and its plan there; "" and None without a cache."""
+def _key(step: CapturedStep, settings: PlannerSettings) -> str:
+    """The key of ``step`` in the cache of ``settings``; "" without a cache."""
     if settings.cache is None:
-        return "", None
-    key = plan_fingerprint(
-        graph,
+        return ""
+    choice = {"recompute": settings.recompute, "offered": ",".join(map(str, sorted(step.offered)))}
+    return plan_fingerprint(
+        step.graph,
         planner=settings.planner,
         policy=settings.policy,
         plan_seconds=settings.plan_seconds,
         cyclic=True,
         machine=settings.machine,
-        environment={**settings.environment, "recompute": settings.recompute},
+        environment={**settings.environment, **choice},
     )
-    return key, settings.cache.load(key, graph, cyclic=True)
-
-
-def _verified(graph: TaskGraph, plan: MemGraph, settings: PlannerSettings, key: str) -> None:
-    """Verify a new ``plan``, and store it under ``key`` if there is a cache."""
-    verify(graph, plan)
-    if settings.cache is not None:
-        settings.cache.store(key, plan)

@@ -11,8 +11,8 @@ import torch
 
 from disco_accel.graph.taskgraph import Ref
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.pipeline import replan_if_it_fits
-from disco_accel.step.gradients.extended_graph import extended, leaving_specs
+from disco_accel.step.compile.pipeline import plan_if_it_fits
+from disco_accel.step.gradients.extended_step import extended, leaving_specs
 from disco_accel.step.placement.gradient_memory import GradientMemory, GradientPlaces
 
 
@@ -88,9 +88,9 @@ def accumulating_step(
     say(f"measuring the sums of {len(plain.transfers)} gradients")
     more = extended(plain, accumulate=True, norms=norms)
     recorded = time.perf_counter()
-    say(f"planning {len(more.graph.ops)} kernels, {len(more.old)} of them sums of gradients")
-    plan = replan_if_it_fits(more.graph, more.graph.devices[0].memory, plain.settings)
-    if plan is None or plain.host_bytes(plan) > host_memory:
+    say(f"planning {len(more.captured.graph.ops)} kernels, {len(more.old)} of them sums of gradients")
+    planned = plan_if_it_fits(more.captured, plain.budget, plain.settings)
+    if planned is None or plain.host_bytes(planned.plan) > host_memory:
         # Where norms have no room in the budget, sums may have.
         return accumulating_step(plain, False, host_memory, say) if norms else None
-    return AccumulatingStep(**more.step_fields(plain, plan, began, recorded), plain=plain, old=more.old)
+    return AccumulatingStep(**more.step_fields(plain, planned, began, recorded), plain=plain, old=more.old)

@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from disco_accel.native.host_memory import WatchedTensors, expect_rewrite, writes_are_watched
-from disco_accel.step.gradients.extended_graph import NORM_TYPE
+from disco_accel.step.gradients.extended_step import NORM_TYPE
 
 _MISSES = 2
 """Gradients that were written to, before somebody asked for their norms, in so many steps: norms are not made then."""

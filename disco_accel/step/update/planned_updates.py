@@ -11,7 +11,7 @@ import torch
 
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.gradients.accumulation import Making
-from disco_accel.step.gradients.extended_graph import extended
+from disco_accel.step.gradients.extended_step import extended
 from disco_accel.step.update.deferral import Deferral
 from disco_accel.step.update.updated_step import StepWithUpdate, step_with_update
 

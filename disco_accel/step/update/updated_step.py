@@ -13,14 +13,13 @@ from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.execute.planned_states import planned_states
 from disco_accel.graph.check import after_gate
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.passes import arena_of
 from disco_accel.measure.record import measurements
 from disco_accel.native.host_memory import bytes_of
 from disco_accel.plan import Machine
 from disco_accel.simulate.simulator import simulate
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.pipeline import replan_if_it_fits
-from disco_accel.step.gradients.extended_graph import ExtendedGraph
+from disco_accel.step.compile.pipeline import PlannedStep, plan_if_it_fits
+from disco_accel.step.gradients.extended_step import ExtendedStep
 from disco_accel.step.update.pending_update import Changed, PendingUpdate
 from disco_accel.step.update.update_choice import UpdateChoice
 from disco_accel.step.update.update_pass import UpdatedStep
@@ -94,39 +93,45 @@ def step_with_update(
     host_memory: int,
     say: Callable[[str], None],
     update_on: str,
-    more: ExtendedGraph,
+    more: ExtendedStep,
 ) -> StepWithUpdate | None:
     """Return the plan of ``plain``, a step of ``model``, with ``pending`` at its head; None if the step does not load
-    all of its weights, or has too little memory for it. ``host_memory``: bytes that training may take on
-    the host; ``say`` hears of the stages. ``update_on``: as in the config. ``more``:
-    the graph of ``plain``, perhaps with norms."""
+    all of its weights, or has too little memory for it. ``host_memory``: bytes that training may take on the host;
+    ``say`` hears of the stages. ``update_on``: as in the config. ``more``: ``plain`` as it was captured, perhaps with
+    norms."""
     weights = _weights_of(model, plain, pending)
     if weights is None:
         return None
     began = time.perf_counter()
-    updates = UpdateChoice.of(plain.engine, more.graph, weights, pending.parts)
+    updates = UpdateChoice.of(plain.engine, plain.graph, weights, pending.parts)
     updated = updates.placed()
     say(f"measuring {len(updated.kernels)} updates")
     updates.records(updated)
     machine = plain.settings.machine or Machine()
     choices = updates.choices(update_on, machine)
+    # The choice is made for the kernels that the plain plan runs; which of all there are to run is decided anew.
+    updates = replace(updates, graph=more.captured.graph)
     recorded = time.perf_counter()
-    best: tuple[float, UpdatedStep, MemGraph] | None = None
+    best: tuple[float, UpdatedStep, ExtendedStep, PlannedStep] | None = None
     for on_device, arena in choices:
         updated = updates.placed(on_device)
-        graph = arena_of(arena).run(measurements(updates.records(updated)).run(updated.graph))
+        records = updates.records(updated)
+        graph = measurements(records).run(updated.graph)
         say(f"planning {len(graph.ops)} kernels, {len(updated.kernels)} of them updates")
-        plan = replan_if_it_fits(graph, arena, plain.settings)
-        if plan is None or plain.host_bytes(plan) > host_memory:
+        captured = more.captured.rewritten("updates", "of the weights, at the step's head", graph)
+        step = replace(more, captured=captured, records={**more.records, **records})
+        planned = plan_if_it_fits(captured, plain.budget.with_arena(arena), plain.settings)
+        if planned is None or plain.host_bytes(planned.plan) > host_memory:
             continue
-        seconds = simulate(plan, machine).makespan if len(choices) > 1 else 0.0
-        if home_by_gate(plan) and (best is None or (update_on == "auto" and seconds < best[0])):
-            best = seconds, replace(updated, graph=graph), plan
+        seconds = simulate(planned.plan, machine).makespan if len(choices) > 1 else 0.0
+        if home_by_gate(planned.plan) and (best is None or seconds < best[0]):
+            best = seconds, updated, step, planned
+        if best is not None and update_on != "auto":
+            break
     if best is None:
         return None
-    _, updated, plan = best
-    more = replace(more, graph=updated.graph, records={**more.records, **updates.records(updated)})
-    own = more.step_fields(plain, plan, began, recorded)
+    _, updated, step, planned = best
+    own = step.step_fields(plain, planned, began, recorded)
     return StepWithUpdate(**own, plain=plain, updated=updated, homes=tuple(part.changed for part in pending.parts))
 
 

@@ -1,4 +1,4 @@
-"""Puts sums and norms of gradients into a compiled step's graph, with its kernels' seconds: input of another plan.
+"""Puts sums and norms of gradients into a captured step's graph, with its kernels' seconds: input of another plan.
 
 Sums: the gradient in ``.grad`` arrives at the gate as memory of the user's, the new one is added, and the sum is
 written over it. It comes while the gradient before is made, so that no kernel waits for it on a link that has time.
@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from disco_accel.graph.memgraph import MemGraph
+from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.graph.taskgraph import OpCall, OpResult, Ref, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 from disco_accel.graph.traits import LATE_FOREIGN
 from disco_accel.graph.values import handed_out_at_gate
 from disco_accel.measure.record import OpRecord, measurements, record
 from disco_accel.step.compile.compiled_step import CompiledStep, PlannedNorms
+from disco_accel.step.compile.pipeline import PlannedStep
 
 NORM_TYPE = 2.0
 """Of the norms that are made in plans."""
@@ -28,22 +29,22 @@ _ADD, _NORM, _STACK = "aten::add_", "aten::linalg_vector_norm", "aten::stack"
 
 
 @dataclass(frozen=True)
-class ExtendedGraph:
-    """``old``: by transfer to the user's memory, the INPUT of the sum so far. ``norms``: where they are when a step has
-    ended, None if it has none."""
+class ExtendedStep:
+    """``captured``, to be planned. ``old``: by transfer to the user's memory, the INPUT of the sum so far. ``norms``:
+    where they are when a step has ended, None if it has none."""
 
-    graph: TaskGraph
+    captured: CapturedStep
     records: Mapping[int, OpRecord]
     old: Mapping[int, int] = field(default_factory=dict)
     norms: PlannedNorms | None = None
 
-    def step_fields(self, plain: CompiledStep, plan: MemGraph, began: float, recorded: float) -> dict[str, Any]:
-        """Fields of ``plain`` that a step has which runs this graph by ``plan``, made from ``began`` on, by
+    def step_fields(self, plain: CompiledStep, planned: PlannedStep, began: float, recorded: float) -> dict[str, Any]:
+        """Fields of a step with the budget of ``plain`` that runs this one as ``planned``: made from ``began`` on, by
         ``time.perf_counter``, and planned from ``recorded`` on."""
-        own: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(CompiledStep)}
-        own |= {"graph": self.graph, "plan": plan, "records": self.records, "norms": self.norms}
         seconds = {"record": recorded - began, "plan": time.perf_counter() - recorded}
-        return own | {"seconds": seconds, "loaded": None, "groups": (-1, -1)}
+        own = {"captured": self.captured, "records": self.records, "norms": self.norms, "budget": plain.budget}
+        step = plain.by(planned, seconds=seconds, **own)
+        return {field.name: getattr(step, field.name) for field in fields(CompiledStep)}
 
 
 def leaving_specs(step: CompiledStep) -> dict[int, tuple[str, TensorSpec]]:
@@ -52,21 +53,23 @@ def leaving_specs(step: CompiledStep) -> dict[int, tuple[str, TensorSpec]]:
     return {transfers[g.ref]: (g.name, g.spec) for g in step.captured.gradients if g.ref in transfers}
 
 
-def extended(step: CompiledStep, *, accumulate: bool, norms: bool) -> ExtendedGraph:
-    """The graph of ``step``, whose gradients leave, with accumulation or norms. Raises as ``record``."""
+def extended(step: CompiledStep, *, accumulate: bool, norms: bool) -> ExtendedStep:
+    """``step``, whose gradients leave, as it was captured, with accumulation or norms. Raises as ``record``."""
     leaving = leaving_specs(step)
     specs = {transfer: spec for transfer, (_, spec) in leaving.items()}
-    graph, old = _with_accumulation(step.graph, specs) if accumulate else (step.graph, {})
+    plain = step.captured
+    graph, old = _with_accumulation(plain.graph, specs) if accumulate else (plain.graph, {})
     planned = None
     if norms and len({spec.dtype for spec in specs.values()}) == 1:
         graph, transfers, value, spec = _with_norms(graph, specs)
         planned = tuple(leaving[t][0] for t in transfers), value, spec
-    kernels = frozenset(graph.ops.keys() - step.graph.ops.keys())
+    kernels = frozenset(graph.ops.keys() - plain.graph.ops.keys())
     if not kernels:
-        return ExtendedGraph(step.graph, step.records)
+        return ExtendedStep(plain, step.records)
     threads = {"compute_threads": step.engine.compute_threads, "host_threads": step.engine.host_threads}
     measured = record(graph, device=step.engine.device, only=kernels, **threads)
-    return ExtendedGraph(measurements(measured).run(graph), {**step.records, **measured}, old, planned)
+    captured = plain.rewritten("gradients", "their sums and norms", measurements(measured).run(graph))
+    return ExtendedStep(captured, {**step.records, **measured}, old, planned)
 
 
 def _with_accumulation(graph: TaskGraph, specs: Mapping[int, TensorSpec]) -> tuple[TaskGraph, dict[int, int]]:
