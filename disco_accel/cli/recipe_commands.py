@@ -202,7 +202,8 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     say(config.without_effect)
     machine = _machine(options.device, config)
     settings = PlannerSettings(config.planner, config.policy, machine, deadline(options, config.deadline))
-    settings = replace(settings, recompute=config.recompute)
+    given_on_host = config.host_memory if isinstance(config.host_memory, int) else None
+    settings = replace(settings, recompute=config.recompute, host_memory=given_on_host)
     sharing = Sharing(_device_count(config), _parallel(config))
     more: dict[str, Any] = {}
 

@@ -27,7 +27,7 @@ from disco_accel.plan.select import Planned, planned_with, planning_passes
 from disco_accel.plan.timed.search import DraftedGraph, drafted
 from disco_accel.plan.timed.smallest_memory import FRUGAL
 from disco_accel.simulate.simulator import Machine, simulate
-from disco_accel.sizes import format_size
+from disco_accel.sizes import MAX_SIZE, format_size
 
 _DRAFTS = 0.3
 """Share of the work for drafts that find a set to leave out."""
@@ -80,20 +80,23 @@ def decide(
     policy: str = AUTO,
     recompute: str = "auto",
     offered: Collection[int] = (),
+    host_memory: int = MAX_SIZE,
 ) -> Planned:
     """Return the fastest plan found of ``graph`` without some of its clones, which is run step after step, and its
     passes.
 
     ``graph_of_plan`` says which graph the plan is one of. A graph without clones is planned as it is. ``planner`` and
     ``policy``: as in ``make_plan``. ``recompute``: ``auto``, or ``as-written``, where only values that are the same in
-    every step, as dequantised weights are, may be kept. ``offered``: clones that the script does not run. Raises
-    BudgetTooSmall if the graph does not fit, without clones neither.
+    every step, as dequantised weights are, may be kept. ``offered``: clones that the script does not run.
+    ``host_memory``: bytes for values that leave the device; where no plan takes so few, the one that takes the fewest
+    is returned. Raises BudgetTooSmall if the graph does not fit, without clones neither.
     """
     plan_with = partial(planned_with, planner=planner, policy=policy, cyclic=True, machine=machine)
     found = tuple(clone for clone in clones(graph) if recompute == "auto" or clone.constant)
     if not found:
         return plan_with(graph, (), work=work)
-    return _Choice(graph, found, offered, plan_with, machine, work, planner == "timed").run()
+    room = min(host_memory, graph.host.memory)
+    return _Choice(graph, found, offered, plan_with, machine, work, room, planner == "timed").run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,8 @@ def keep_values(left_out: Sequence[Clone]) -> GraphPass:
 class _Choice:
     """``written``: clones without which the graph is as the script wrote it. ``judged``: clones that are left out →
     drafts of the graph without them. ``planned``: of which a search has come to its end. ``best``: the plan so far and
-    its passes, with its ``makespan``. ``offers_drafts``: drafts get offsets."""
+    its passes, with its ``makespan``; ``too_much``: the one that takes the fewest bytes on the host of those that take
+    more than ``host_memory``. ``offers_drafts``: drafts get offsets."""
 
     def __init__(
         self,
@@ -163,6 +167,7 @@ class _Choice:
         plan_with: Callable[..., Planned],
         machine: Machine,
         work: SearchWork,
+        host_memory: int,
         offers_drafts: bool,
     ) -> None:
         self.graph = graph
@@ -175,7 +180,9 @@ class _Choice:
         self.judged: dict[tuple[Clone, ...], DraftedGraph] = {}
         self.planned: set[tuple[Clone, ...]] = set()
         self.drafting = work.shared(_DRAFTS, len(graph.vertices))
+        self.host_memory = host_memory
         self.best: Planned | None = None
+        self.too_much: Planned | None = None
         self.makespan = float("inf")
 
     def run(self) -> Planned:
@@ -187,8 +194,9 @@ class _Choice:
         if self.offers_drafts and len({vertex.space for vertex in kernels}) == 1:
             self._give_offsets()
         self._plan_from_scratch()
-        assert self.best is not None, "the graph with all clones has a plan, or a refusal was raised"
-        return self.best
+        found = self.best or self.too_much
+        assert found is not None, "the graph with all clones has a plan, or a refusal was raised"
+        return found
 
     def _search(self) -> None:
         """Judge the graph without all clones, and if that does not keep up, cuts at prices around the best.
@@ -225,6 +233,7 @@ class _Choice:
             settings=_SETTINGS,
             reserve=reserve,
             not_offloaded=_constants(self.graph, chosen),
+            host_memory=self.host_memory,
         )
 
     def _fastest(self) -> list[tuple[Clone, ...]]:
@@ -255,10 +264,7 @@ class _Choice:
             return False
         finally:
             self.work.take(own)
-        if plan.host.memory > self.graph.host.memory:
-            return False
-        self._keep_if_faster(plan, planning_passes(keep_values(chosen)))
-        return True
+        return self._keep_if_faster(plan, planning_passes(keep_values(chosen)))
 
     def _plan_from_scratch(self) -> None:
         """Plan the fastest drafts' graphs while they promise more than there is. Then the graph as it was written,
@@ -272,9 +278,14 @@ class _Choice:
                 self._plan(chosen, own)
         may_gain = self.best is None or (self._compute() < self.makespan and not self._is_slow(self.written))
         if may_gain and self.written not in self.planned:
-            self._plan(self.written, self._whole_work(finds_needed=self.best is None and not self.written))
-        if self.best is None:
-            self._plan((), self._whole_work(finds_needed=True))
+            self._plan(self.written, self._whole_work(finds_needed=self._is_bare and not self.written))
+        if self.best is None and () not in self.planned:
+            self._plan((), self._whole_work(finds_needed=self._is_bare))
+
+    @property
+    def _is_bare(self) -> bool:
+        """Whether there is no plan yet."""
+        return self.best is None and self.too_much is None
 
     def _is_slow(self, chosen: tuple[Clone, ...]) -> bool:
         """Whether drafts of the graph without ``chosen`` are far slower than the best plan."""
@@ -302,10 +313,16 @@ class _Choice:
         if not any(swaps_out(v) and v.inputs[0][0] in constants for v in plan.vertices):
             self._keep_if_faster(plan, passes)
 
-    def _keep_if_faster(self, plan: MemGraph, passes: tuple[GraphPass, ...]) -> None:
+    def _keep_if_faster(self, plan: MemGraph, passes: tuple[GraphPass, ...]) -> bool:
+        """Whether the host has room for ``plan``; then it is the best so far if it is the fastest."""
+        if plan.host.memory > self.host_memory:
+            if self.too_much is None or plan.host.memory < self.too_much[0].host.memory:
+                self.too_much = plan, passes
+            return False
         makespan = simulate(plan, self.machine).makespan
         if makespan < self.makespan:
             self.best, self.makespan = (plan, passes), makespan
+        return True
 
     def _compute(self) -> float:
         """Seconds that no plan of the graph as it was written goes below: the busiest device's kernels."""

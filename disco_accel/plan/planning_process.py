@@ -56,6 +56,7 @@ class PlanningProcess:
         work: SearchWork,
         recompute: str,
         offered: Collection[int],
+        host_memory: int,
     ) -> MemGraph:
         """As ``decide``; the plan is not verified, and of a graph that ``graph_of_plan`` tells.
 
@@ -73,6 +74,7 @@ class PlanningProcess:
             "machine": None if machine is None else _machine_to_object(machine),
             "recompute": recompute,
             "offered": sorted(offered),
+            "host_memory": host_memory,
         }
         top = parse_json(self._answer(json.dumps(request, separators=(",", ":")).encode()))
         if not isinstance(top, dict):

@@ -81,6 +81,7 @@ def test_another_process_decides_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = step(False)
     graph = with_memory(captured.graph, lambda _: everything(captured.graph) // 256 // 4 * 256)
     asked: dict[str, Any] = {"planner": "timed", "policy": "auto", "recompute": "auto", "offered": captured.offered}
+    asked |= {"host_memory": 1 << 20}
     here, _ = decide(graph, MACHINE, SearchWork(), **asked)
     there = PlanningProcess().plan(graph, machine=MACHINE, work=SearchWork(), **asked)
     assert here.vertices == there.vertices and here.slots == there.slots
@@ -105,6 +106,29 @@ def test_more_memory_is_never_slower_nor_is_what_is_written() -> None:
         assert rows[-1][1].dropped == rows[-1][1].seconds
     for (saved, _), (recomputed, _) in zip(times[False], times[True], strict=True):
         assert saved == pytest.approx(recomputed, rel=0.02)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["saved", "recomputed"])
+def test_values_that_leave_take_no_more_of_the_host_than_there_is(checkpointing: bool) -> None:
+    """With less room there more is computed again. With none the step still runs, and offloads nothing."""
+    captured = step(checkpointing)
+    total = everything(without_recomputation(captured.graph))
+    graph = with_memory(captured.graph, lambda _: total // 10 // 256 * 256)
+
+    def planned(room: int) -> tuple[int, float, float]:
+        plan, _ = decide(graph, MACHINE, SearchWork(), offered=captured.offered, host_memory=room)
+        chosen = graph_of_plan(graph, plan.vertices)
+        assert chosen is not None
+        verify(chosen, plan)
+        found = Recomputation.of(graph, chosen, plan, captured.offered)
+        assert found is not None and plan.host.memory <= room
+        return plan.host.memory, found.dropped, simulate(plan, MACHINE).makespan
+
+    most, dropped, fastest = planned(1 << 40)
+    assert most > 0
+    rows = [planned(most - 1), planned(most // 4), planned(0)]
+    assert all(took >= 0.995 * fastest for _, _, took in rows)
+    assert rows[-1][1] < dropped
 
 
 def test_a_lower_price_leaves_out_what_a_higher_one_does_and_more() -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from disco_accel import DiscoConfig, prepare, set_memory_budget, stats
 from disco_accel.measure import record
 from disco_accel.plan.plan_cache import PlanCacheUse
+from disco_accel.step.compile.budget_parts import host_memory_parts
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.gradients.accumulating_step import AccumulatingStep
 from disco_accel.step.update.updated_step import StepWithUpdate
@@ -107,3 +108,19 @@ def test_a_stored_plan_of_sums_has_its_choice(tmp_path: Path) -> None:
         assert 0 < step.recomputation.dropped < step.recomputation.seconds
         found.append(step)
     assert found[0].graph == found[1].graph and found[0].recomputation == found[1].recomputation
+
+
+def test_a_stored_plan_that_takes_too_much_of_the_host_is_made_anew(tmp_path: Path) -> None:
+    """Less is kept there then, and more computed again."""
+    found: list[CompiledStep] = []
+    for room in ("1GiB", None, "1GiB"):
+        if room is None:
+            parts = host_memory_parts(found[0].captured.graph, copies=found[0].captured.copies)
+            room = sum(parts.values()) + found[0].plan.host.memory // 2
+        model, eager = _prepared(SMALL, True, plan_cache=str(tmp_path), host_memory=room, link_bandwidth="10GB/s")
+        _grads(model, eager, 0)
+        found.append(_of_kind(model, CompiledStep, SMALL))
+    large, small, again = found
+    assert [step.plan_cache for step in found] == [PlanCacheUse.MISS] * 2 + [PlanCacheUse.HIT]
+    assert 0 < small.plan.host.memory <= large.plan.host.memory // 2
+    assert again.plan == small.plan

@@ -12,7 +12,7 @@ from disco_accel.graph.values import may_leave
 from disco_accel.plan.buildmemgraph.residents import SMALL
 from disco_accel.plan.timed.kept_gaps import Kept
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
-from disco_accel.plan.timed.swap_schedule import SwapSchedule, buffers_at_boundary, schedule_step
+from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule, buffers_at_boundary, schedule_step
 from disco_accel.simulate.simulator import Machine
 
 
@@ -46,6 +46,13 @@ class Draft:
     permanent: tuple[int, ...]
     kept: Kept
     retries: int = 0
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of activations that come back from the host, each counted once."""
+        back = {subject for event, subject in self.schedule.events if event is SwapEvent.RELOAD}
+        buffers = self.requirements.swappable
+        return sum(buffers[i].size for i in back if not buffers[i].starts_on_host)
 
 
 def draft_of(

@@ -33,6 +33,7 @@ from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
 from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
 from disco_accel.simulate.simulator import Machine, simulate
+from disco_accel.sizes import MAX_SIZE
 
 _WASTE_TRIED_AT = 1
 """Which of the other shares is tried even where the best draft is good enough, if that reloads anything: it may take
@@ -100,10 +101,12 @@ def build_in_ranges(
 class DraftedGraph:
     """The drafts of one graph, and on demand the plan that the fastest becomes."""
 
-    def __init__(self, search: _DraftSearch) -> None:
+    def __init__(self, search: _DraftSearch, host_memory: int) -> None:
         self._search = search
-        self.seconds = search.fastest()
-        """Of the fastest draft, infinite if there is none: a guess at a plan's that takes no offsets."""
+        fits = bool(search.drafted) and search.best_draft().offloaded <= host_memory
+        self.seconds = search.fastest() if fits else float("inf")
+        """Of the fastest draft, infinite if there is none, or if it offloads too much: a guess at a plan's that takes
+        no offsets."""
         self.keeps_up = self.seconds <= _KEEPS_UP * search.ideal
         """Whether the draft takes little longer than a step with memory for everything."""
 
@@ -124,12 +127,14 @@ def drafted(
     not_offloaded: Collection[int] = (),
     reserve: float = 0.0,
     any_plan: bool = False,
+    host_memory: int = MAX_SIZE,
 ) -> DraftedGraph:
     """Return the drafts of ``graph`` that ``settings`` ask for; arguments as of ``build_timed``. ``reserve``: share of
-    the memory that drafts do without, and offsets may take: large values leave gaps between them."""
+    the memory that drafts do without, and offsets may take: large values leave gaps between them. ``host_memory``:
+    bytes for values that are offloaded."""
     search = _DraftSearch(graph, machine, cyclic, work, settings, not_offloaded, reserve, any_plan)
     search.run()
-    return DraftedGraph(search)
+    return DraftedGraph(search, host_memory)
 
 
 class _DraftSearch:
@@ -293,9 +298,13 @@ class _DraftSearch:
         """Return the seconds of the best draft so far."""
         return self.best_schedule().seconds if self.drafted else float("inf")
 
+    def best_draft(self) -> Draft:
+        """Return the fastest draft so far, the one that reloads least of those that are good enough."""
+        return min((draft for draft, _ in self.drafted), key=lambda draft: self.queue.rank(draft.schedule))
+
     def best_schedule(self) -> SwapSchedule:
-        """Return the fastest schedule so far, the one that reloads least of those that are good enough."""
-        return min((draft.schedule for draft, _ in self.drafted), key=self.queue.rank)
+        """Return the schedule of that draft."""
+        return self.best_draft().schedule
 
     def best(self) -> DraftOptions:
         """Return the options of the best draft so far that goes by shares, not by the step program's gaps."""

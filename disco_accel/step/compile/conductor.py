@@ -241,6 +241,7 @@ def _settings(options: CompileOptions) -> PlannerSettings:
         machine_of(options.engine),
         options.plan_seconds,
         recompute=options.recompute,
+        host_memory=options.host_memory,
     )
     if options.plan_cache is None:
         return settings

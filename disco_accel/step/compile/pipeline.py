@@ -26,8 +26,8 @@ from disco_accel.plan.plan_cache import PlanCache, PlanCacheUse, plan_fingerprin
 from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.summary import cut_short
-from disco_accel.sizes import format_size
-from disco_accel.step.compile.budget_parts import Budget, what_it_needs
+from disco_accel.sizes import MAX_SIZE, format_size
+from disco_accel.step.compile.budget_parts import Budget, host_memory_parts, what_it_needs
 from disco_accel.verify.static import verify
 
 STEP_PASSES: tuple[GraphPass, ...] = (DEQUANTISE_AGAIN,)
@@ -39,7 +39,7 @@ them, those of costs, arena and planner behind."""
 class PlannerSettings:
     """``planner``, ``policy`` and ``machine`` as in ``make_plan``. ``plan_seconds``: time for the search, or None for
     as much work as the graph is worth. ``cache``: plans of earlier runs, used again in an equal ``environment``.
-    ``recompute``: as in ``decide``."""
+    ``recompute``: as in ``decide``. ``host_memory``: bytes that training may take on the host, None for any."""
 
     planner: str = "timed"
     policy: str = "auto"
@@ -48,6 +48,7 @@ class PlannerSettings:
     cache: PlanCache | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     recompute: str = "auto"
+    host_memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,11 @@ def plan_step(
     step = step.through((arena_of(max(budget.arena, step.graph.devices[0].alignment)),))
     graph, passes = step.graph, tuple[GraphPass, ...]()
     key = _key(step, settings)
+    room = _room_on_host(step, settings)
     plan = None if settings.cache is None else settings.cache.load(key, graph, cyclic=True)
+    if plan is not None and plan.host.memory > room:
+        # It was made when there was more.
+        plan = None
     use = PlanCacheUse.OFF if settings.cache is None else PlanCacheUse.MISS if plan is None else PlanCacheUse.HIT
     work = SearchWork(settings.plan_seconds, names_needed=names_needed)
     if plan is None:
@@ -116,6 +121,7 @@ def plan_step(
             "policy": settings.policy,
             "recompute": settings.recompute,
             "offered": step.offered,
+            "host_memory": room,
         }
         try:
             if elsewhere is not None:
@@ -150,6 +156,13 @@ def plan_if_it_fits(
         return plan_step(step, budget, settings, names_needed=False, elsewhere=elsewhere)
     except (BudgetTooSmall, Infeasible):
         return None
+
+
+def _room_on_host(step: CapturedStep, settings: PlannerSettings) -> int:
+    """Bytes of host memory that ``step`` leaves to values that are offloaded."""
+    if settings.host_memory is None:
+        return MAX_SIZE
+    return max(0, settings.host_memory - sum(host_memory_parts(step.graph, copies=step.copies).values()))
 
 
 def _key(step: CapturedStep, settings: PlannerSettings) -> str:
