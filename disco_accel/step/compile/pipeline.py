@@ -108,10 +108,7 @@ def plan_step(
     graph, passes = step.graph, tuple[GraphPass, ...]()
     key = _key(step, settings)
     room = _room_on_host(step, settings)
-    plan = None if settings.cache is None else settings.cache.load(key, graph, cyclic=True)
-    if plan is not None and plan.host.memory > room:
-        # It was made when there was more.
-        plan = None
+    plan = _stored(key, graph, settings, room)
     use = PlanCacheUse.OFF if settings.cache is None else PlanCacheUse.MISS if plan is None else PlanCacheUse.HIT
     work = SearchWork(settings.plan_seconds, names_needed=names_needed)
     if plan is None:
@@ -156,6 +153,12 @@ def plan_if_it_fits(
         return plan_step(step, budget, settings, names_needed=False, elsewhere=elsewhere)
     except (BudgetTooSmall, Infeasible):
         return None
+
+
+def _stored(key: str, graph: TaskGraph, settings: PlannerSettings, room: int) -> MemGraph | None:
+    """The plan under ``key`` in the cache of ``settings``, unless it offloads more than ``room`` bytes."""
+    plan = None if settings.cache is None else settings.cache.load(key, graph, cyclic=True)
+    return None if plan is None or plan.host.memory > room else plan
 
 
 def _room_on_host(step: CapturedStep, settings: PlannerSettings) -> int:
