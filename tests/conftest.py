@@ -81,12 +81,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def sample(items: list[pytest.Item], *, whole: bool) -> None:
-    """Mark two thirds of the cases of each test in sampled.txt as long.
+    """Mark two thirds of the cases of each test in sampled.txt as long, or all but one in as many as its line says.
 
     Which ones hangs by the cases' names: one more case moves few others from one run to the other. If the items are
     the ``whole`` suite's, each of these tests must be there."""
-    names = (ROOT / "tests" / "sampled.txt").read_text().split()
-    cases: dict[str, list[pytest.Item]] = {name: [] for name in names}
+    lines = (ROOT / "tests" / "sampled.txt").read_text().splitlines()
+    shares = {name: int(share or 3) for name, _, share in (line.partition(" ") for line in lines)}
+    cases: dict[str, list[pytest.Item]] = {name: [] for name in shares}
     for item in items:
         name, parameters, _ = item.nodeid.removeprefix("tests/").partition("[")
         if parameters and name in cases:
@@ -94,7 +95,7 @@ def sample(items: list[pytest.Item], *, whole: bool) -> None:
     for name, found in cases.items():
         assert found or not whole, f"tests/sampled.txt names {name}, which has no cases"
         found.sort(key=lambda item: zlib.crc32(item.name.encode()))
-        for item in found[max(1, round(len(found) / 3)) :]:
+        for item in found[max(1, round(len(found) / shares[name])) :]:
             item.add_marker(pytest.mark.long)
 
 
