@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from disco_accel.eviction import AUTO
 from disco_accel.gc_pause import collector_paused
@@ -39,13 +39,17 @@ _OFFERED = 3
 """Drafts that get offsets, one after the other, until one has them."""
 
 _RESERVES = (0.3, 0.15, 0.08, 0.04)
-"""Shares of the memory that drafts leave free: values as large as kept activations leave gaps between them."""
+"""Shares of the memory beside the largest kernel that drafts leave free: values as large as kept activations leave gaps
+between them."""
 
 _RESERVE = _RESERVES[1]
 """Of the drafts that sets are compared by."""
 
 _HALVINGS = (-4.0, 8.0)
 """Prices of memory that are tried: 1 halved so many times. At 16 next to nothing is kept, at 1/256 nearly all."""
+
+_UNDRAFTED = (-2.0, 3.0, 8.0)
+"""Prices, as ``_HALVINGS``, whose sets are planned from scratch where no set has drafts."""
 
 _GOLDEN = (5**0.5 - 1) / 2
 
@@ -205,10 +209,9 @@ class _Choice:
         a lower one leaves out more, and the step waits for copies longer than it saves."""
         if self._judge(self.found).keeps_up:
             return
-        cut = cut_at_price(self.graph, self.found)
 
         def judged(halvings: float) -> DraftedGraph:
-            return self._judge(cut(2.0**-halvings))
+            return self._judge(self.cut(2.0**-halvings))
 
         low, high = _HALVINGS
         while high - low > _FINEST and not self.drafting.over(len(self.graph.vertices)):
@@ -218,6 +221,11 @@ class _Choice:
                 low = first
             else:
                 high = second
+
+    @cached_property
+    def cut(self) -> Callable[[float], tuple[Clone, ...]]:
+        """The function from a price of memory to clones that are left out at it."""
+        return cut_at_price(self.graph, self.found)
 
     def _judge(self, chosen: tuple[Clone, ...]) -> DraftedGraph:
         if chosen not in self.judged:
@@ -267,20 +275,24 @@ class _Choice:
         return self._keep_if_faster(plan, planning_passes(keep_values(chosen)))
 
     def _plan_from_scratch(self) -> None:
-        """Plan the fastest drafts' graphs while they promise more than there is. Then the graph as it was written,
-        unless its kernels take longer than the best plan, with the work of a graph that has no clones: no step is
-        slower for this choice. Where nothing fits, the graph with all clones says how much would."""
+        """Plan the fastest drafts' graphs while they promise more than there is. Then plan the graph as it was written,
+        and with all clones, unless the kernels alone take longer than the best plan: no step is slower for this choice.
+        Where nothing fits, the graph with all clones says how much would."""
         for chosen in self._fastest()[:_OFFERED]:
             if self.makespan <= _AS_PROMISED * self.judged[chosen].seconds or self.work.late():
                 break
             own = self.work.shared(1.0, len(self.graph.vertices), finds_needed=False)
             if chosen and not own.over(len(self.graph.vertices)):
                 self._plan(chosen, own)
-        may_gain = self.best is None or (self._compute() < self.makespan and not self._is_slow(self.written))
-        if may_gain and self.written not in self.planned:
-            self._plan(self.written, self._whole_work(finds_needed=self._is_bare and not self.written))
-        if self.best is None and () not in self.planned:
-            self._plan((), self._whole_work(finds_needed=self._is_bare))
+        for halvings in () if self._fastest() else _UNDRAFTED:
+            # Drafts are modest, do with less memory, and know no plans of BUILDMEMGRAPH's.
+            own = self.work.shared(1.0, len(self.graph.vertices), finds_needed=False)
+            if not own.over(len(self.graph.vertices)):
+                self._plan(self.cut(2.0**-halvings), own)
+        for chosen in dict.fromkeys((self.written, ())):
+            may_gain = self._compute(chosen) < self.makespan and not self._is_slow(chosen)
+            if chosen not in self.planned and (self.best is None or may_gain):
+                self._plan(chosen, self._whole_work(finds_needed=self._is_bare and not chosen))
 
     @property
     def _is_bare(self) -> bool:
@@ -288,8 +300,9 @@ class _Choice:
         return self.best is None and self.too_much is None
 
     def _is_slow(self, chosen: tuple[Clone, ...]) -> bool:
-        """Whether drafts of the graph without ``chosen`` are far slower than the best plan."""
-        return bool(chosen) and self._drafted(chosen, 0.0).seconds > _FAR * self.makespan
+        """Whether drafts of the graph without ``chosen`` are far slower than the best plan. Of a script that has all
+        clones nobody asks."""
+        return bool(self.written) and _FAR * self.makespan < self._drafted(chosen, 0.0).seconds < float("inf")
 
     def _whole_work(self, *, finds_needed: bool) -> SearchWork:
         own = SearchWork(part=self.work.part) if self.work.limit is None else self.work.shared(1.0, 0)
@@ -324,10 +337,10 @@ class _Choice:
             self.best, self.makespan = (plan, passes), makespan
         return True
 
-    def _compute(self) -> float:
-        """Seconds that no plan of the graph as it was written goes below: the busiest device's kernels."""
+    def _compute(self, chosen: tuple[Clone, ...]) -> float:
+        """Seconds that no plan of the graph without ``chosen`` goes below: the busiest device's kernels."""
         busy: dict[int, float] = {}
-        for vertex in without(self.graph, self.written).vertices:
+        for vertex in without(self.graph, chosen).vertices:
             if vertex.kind is VertexKind.KERNEL:
                 busy[vertex.space] = busy.get(vertex.space, 0.0) + (vertex.duration or 0.0)
         return max(busy.values(), default=0.0) / self.machine.compute_streams

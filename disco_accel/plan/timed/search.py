@@ -13,7 +13,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
+from disco_accel.graph.check import largest_need
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.common.serial_orders import lower_order
 from disco_accel.plan.infeasible import Infeasible
@@ -130,8 +132,8 @@ def drafted(
     host_memory: int = MAX_SIZE,
 ) -> DraftedGraph:
     """Return the drafts of ``graph`` that ``settings`` ask for; arguments as of ``build_timed``. ``reserve``: share of
-    the memory that drafts do without, and offsets may take: large values leave gaps between them. ``host_memory``:
-    bytes for values that are offloaded."""
+    the memory beside the largest kernel that drafts do without, and offsets may take: large values leave gaps.
+    ``host_memory``: bytes for values that are offloaded."""
     search = _DraftSearch(graph, machine, cyclic, work, settings, not_offloaded, reserve, any_plan)
     search.run()
     return DraftedGraph(search, host_memory)
@@ -157,10 +159,10 @@ class _DraftSearch:
         self.machine = machine
         self.cyclic = cyclic
         self.draft_capacity = {
-            device.id: (device.memory - int(reserve * device.memory)) // device.alignment * device.alignment
+            device.id: (device.memory - int(reserve * _spare(graph, device))) // device.alignment * device.alignment
             for device in graph.devices
         }
-        """The bytes of ``capacity`` that drafts may take: all but ``reserve``, a share of it."""
+        """Bytes of ``capacity`` for drafts: all but ``reserve``, a share of the memory beside the largest kernel."""
         self.kinds = _RequirementKinds(graph, machine, not_offloaded)
         self.programs: dict[_Kind, Kept | None] = {}
         self.attempted: set[tuple[DraftOptions, int | None, tuple[int, ...]]] = set()
@@ -361,6 +363,10 @@ class _DraftSearch:
 
     def _requirements(self, ratio: float | None, low_peak_order: bool = False) -> StepRequirements | None:
         return self.kinds.get(low_peak_order, ratio, self.range_bytes)
+
+
+def _spare(graph: TaskGraph, device: Space) -> int:
+    return max(0, device.memory - largest_need(graph, device.id)[0])
 
 
 class _RequirementKinds:

@@ -20,6 +20,7 @@ from disco_accel.decompose.decomposition import over_devices
 from disco_accel.decompose.micro_batches import StepOnParts, on_parts
 from disco_accel.decompose.tensor.propagate import of_one_rank
 from disco_accel.decompose.tensor.ranks import on_ranks
+from disco_accel.graph.dequantise_again import DEQUANTISE_AGAIN
 from disco_accel.graph.recompute_again import RECOMPUTE_AGAIN
 from disco_accel.measure.costs import Costs, GraphCosts
 from disco_accel.plan import Machine
@@ -193,7 +194,7 @@ def _recompute(step: StagedStep, asked: PlanRequest) -> StagedStep:
     captured = step.captured.through((RECOMPUTE_AGAIN,))
     offered = frozenset(captured.graph.ops.keys() - before)
     # A kernel that runs again behind the gate is one more reader of its packed weight.
-    return replace(step, captured=replace(captured.through(pipeline.STEP_PASSES), offered=offered))
+    return replace(step, captured=replace(captured.through((DEQUANTISE_AGAIN,)), offered=offered))
 
 
 def _cost(step: StagedStep, asked: PlanRequest) -> StagedStep:
