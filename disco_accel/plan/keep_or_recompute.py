@@ -161,7 +161,8 @@ class _Choice:
     """``written``: clones without which the graph is as the script wrote it. ``judged``: clones that are left out →
     drafts of the graph without them. ``planned``: of which a search has come to its end. ``best``: the plan so far and
     its passes, with its ``makespan``; ``too_much``: the one that takes the fewest bytes on the host of those that take
-    more than ``host_memory``. ``offers_drafts``: drafts get offsets."""
+    more than ``host_memory``. ``offers_drafts``: drafts get offsets. ``reserve``: share of the memory that they leave
+    free."""
 
     def __init__(
         self,
@@ -188,6 +189,7 @@ class _Choice:
         self.best: Planned | None = None
         self.too_much: Planned | None = None
         self.makespan = float("inf")
+        self.reserve = _RESERVE
 
     def run(self) -> Planned:
         if not self.work.late():
@@ -209,6 +211,11 @@ class _Choice:
         a lower one leaves out more, and the step waits for copies longer than it saves."""
         if self._judge(self.found).keeps_up:
             return
+        if self.judged[self.found].seconds == float("inf"):
+            # Near the least memory there are drafts in all of it alone.
+            drafts = self._drafted(self.found, 0.0)
+            if drafts.seconds < float("inf"):
+                self.reserve, self.judged[self.found] = 0.0, drafts
 
         def judged(halvings: float) -> DraftedGraph:
             return self._judge(self.cut(2.0**-halvings))
@@ -229,7 +236,7 @@ class _Choice:
 
     def _judge(self, chosen: tuple[Clone, ...]) -> DraftedGraph:
         if chosen not in self.judged:
-            self.judged[chosen] = self._drafted(chosen, _RESERVE)
+            self.judged[chosen] = self._drafted(chosen, self.reserve)
         return self.judged[chosen]
 
     def _drafted(self, chosen: tuple[Clone, ...], reserve: float) -> DraftedGraph:
