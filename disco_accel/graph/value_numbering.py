@@ -107,11 +107,11 @@ class _Numbering:
 
 
 def _repeatable(vertex: Vertex, call: OpCall) -> bool:
-    """Whether the kernel makes the same bits whenever it runs on the same values, and changes nothing else."""
-    traits = op_traits(call.name)
-    unsure = traits.unordered_on_gpu or traits.scratch_by_value
+    """Whether the kernel makes the same whenever it runs on the same values, and changes nothing else.
+
+    On a GPU the last bits of some differ from run to run: the values of one run could have been those of another."""
     draws = call.rng is not None and call.rng.slot < 0
-    return vertex.kind is VertexKind.KERNEL and not draws and not is_handed_out(vertex) and not unsure
+    return vertex.kind is VertexKind.KERNEL and not draws and not is_handed_out(vertex)
 
 
 def _over(vertex: Vertex) -> list[int]:
@@ -167,8 +167,8 @@ def without_recomputation(graph: TaskGraph) -> TaskGraph:
 
 
 def computed_once(graph: TaskGraph, behind: Collection[int]) -> set[int]:
-    """Return the kernels not ``behind`` the gate that could make their bits again and have no equal behind it, but for
-    constants and random ones."""
+    """Return the kernels not ``behind`` the gate that make the same bits again, on a GPU too, and have no equal behind
+    it, but for constants and random ones."""
     numbering = _Numbering(graph).run()
     twice = {numbering.numbers[id_] for id_ in numbering.repeatable if id_ in behind}
     return {
@@ -181,6 +181,7 @@ def computed_once(graph: TaskGraph, behind: Collection[int]) -> set[int]:
         and not numbering.overwritten.intersection((vertex.id, *(producer for producer, _ in vertex.inputs)))
         and not vertex.inplace
         and graph.ops[vertex.id].rng is None
+        and not op_traits(graph.ops[vertex.id].name).unordered_on_gpu
         and numbering.numbers[vertex.id] not in twice
     }
 
