@@ -15,7 +15,7 @@ from functools import cached_property, partial
 
 from disco_accel.eviction import AUTO
 from disco_accel.gc_pause import collector_paused
-from disco_accel.graph.copies import swaps_out
+from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import GraphPass, run_passes
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
@@ -24,6 +24,7 @@ from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.recompute_cut import cut_at_price
 from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.select import Planned, planned_with, planning_passes
+from disco_accel.plan.summary import swapped_bytes
 from disco_accel.plan.timed.search import DraftedGraph, drafted
 from disco_accel.plan.timed.smallest_memory import FRUGAL
 from disco_accel.simulate.simulator import Machine, simulate
@@ -59,6 +60,9 @@ _FINEST = 0.2
 _FAR = 1.03
 """The graph as it was written is not planned if its drafts, in all of the memory, take so many times as long as the
 best plan."""
+
+_AS_FAST = 1.0001
+"""Of plans whose times differ by less the one that swaps less is taken."""
 
 _AS_PROMISED = 1.005
 """A plan that takes at most so many times the fastest draft needs no other one beside it."""
@@ -258,17 +262,17 @@ class _Choice:
 
     def _give_offsets(self) -> None:
         """Give drafts offsets, the fastest first, until one has them. Then draft its graph in more of the memory while
-        that makes a faster plan; where none has them, in less."""
+        that makes a better plan; where none has them, in less."""
         fastest = self._fastest()[:_OFFERED]
         chosen = next((chosen for chosen in fastest if self._have_offsets(self.judged[chosen], chosen)), None)
         if chosen is None and fastest:
             self._have_offsets(self._drafted(fastest[0], _RESERVES[0]), fastest[0])
-        if chosen is not None and not self.judged[chosen].keeps_up:
-            for reserve in _RESERVES[2:]:
-                before = self.makespan
-                drafts = self._drafted(chosen, reserve)
-                if drafts.seconds >= before or not self._have_offsets(drafts, chosen) or self.makespan >= before:
-                    return
+        if chosen is None or not self._swapped():
+            return
+        for reserve in _RESERVES[2:]:
+            before, drafts = self.best, self._drafted(chosen, reserve)
+            if drafts.seconds > self.makespan or not self._have_offsets(drafts, chosen) or self.best is before:
+                return
 
     def _have_offsets(self, drafts: DraftedGraph, chosen: tuple[Clone, ...]) -> bool:
         """Whether there are offsets for the ``drafts`` of the graph without ``chosen``: they are a plan then."""
@@ -334,15 +338,21 @@ class _Choice:
             self._keep_if_faster(plan, passes)
 
     def _keep_if_faster(self, plan: MemGraph, passes: tuple[GraphPass, ...]) -> bool:
-        """Whether the host has room for ``plan``; then it is the best so far if it is the fastest."""
+        """Whether the host has room for ``plan``; then it is the best so far if it is the fastest, or as fast and swaps
+        less."""
         if plan.host.memory > self.host_memory:
             if self.too_much is None or plan.host.memory < self.too_much[0].host.memory:
                 self.too_much = plan, passes
             return False
         makespan = simulate(plan, self.machine).makespan
-        if makespan < self.makespan:
+        as_fast = makespan <= _AS_FAST * self.makespan
+        if makespan < self.makespan or (as_fast and _swapped(plan) < self._swapped()):
             self.best, self.makespan = (plan, passes), makespan
         return True
+
+    def _swapped(self) -> int:
+        """Bytes that the best plan swaps in and out."""
+        return _swapped(self.best[0]) if self.best else 0
 
     def _compute(self, chosen: tuple[Clone, ...]) -> float:
         """Seconds that no plan of the graph without ``chosen`` goes below: the busiest device's kernels."""
@@ -351,6 +361,10 @@ class _Choice:
             if vertex.kind is VertexKind.KERNEL:
                 busy[vertex.space] = busy.get(vertex.space, 0.0) + (vertex.duration or 0.0)
         return max(busy.values(), default=0.0) / self.machine.compute_streams
+
+
+def _swapped(plan: MemGraph) -> int:
+    return swapped_bytes(plan, lambda vertex: swaps_in(vertex) or swaps_out(vertex))
 
 
 def _constants(graph: TaskGraph, chosen: Sequence[Clone]) -> frozenset[int]:
