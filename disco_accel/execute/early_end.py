@@ -65,6 +65,8 @@ def stalled(error: EngineError, describer: Describer, ended: bool) -> Stalled:
 def failure(error: EngineError, graph: MemGraph, describer: Describer) -> ExecutionError:
     """The exception for a step of ``graph`` that failed, or that was ended otherwise."""
     flying = ", ".join(map(describer.at, error.in_flight))
+    more = error.in_flight_count - len(error.in_flight)
+    flying += f" and {more} more" if more > 0 else ""
     told = f"{error.message}; in flight: {flying}" if flying else error.message
     if error.lost:
         return DeviceLost(f"{told}; {_LOST}")

@@ -277,15 +277,17 @@ class _Lowering:
             if self._reaches_host(vertex):
                 flags |= VertexFlag.OUT
         device, lane = self._lane(vertex)
-        op, dst, src, nbytes = -1, 0, 0, 0
+        op, dst, src, nbytes, ns = -1, 0, 0, 0, 0
         if vertex.kind is VertexKind.INPUT:
             dst, src, nbytes = self._input(vertex)
         elif vertex.kind is VertexKind.KERNEL:
             op = self._kernel(vertex)
+            # The engine counts kernels in fractions of a millisecond: what is longer than a second is long.
+            ns = round(1e9 * min(vertex.duration or 0.0, 1.0))
         else:
             nbytes = vertex.sizes[0]
             dst, src = self._copy(vertex) if nbytes else (0, 0)
-        return int(vertex.kind), device, lane, op, dst, src, nbytes, int(flags)
+        return int(vertex.kind), device, lane, op, dst, src, nbytes, ns, int(flags)
 
     def _reaches_host(self, vertex: Vertex) -> bool:
         """Whether the vertex writes a host-updated state home, where a caller with the outputs finds it."""

@@ -11,8 +11,9 @@ from enum import IntEnum, IntFlag
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.native.plain_library import ExtensionError
 
-VERTEX_COLUMNS = ("kind", "device", "lane", "op", "dst", "src", "bytes", "flags")
-"""Of the int64 table with a row for each vertex; ``lane``: of a copy, one of ``CopyLane``."""
+VERTEX_COLUMNS = ("kind", "device", "lane", "op", "dst", "src", "bytes", "ns", "flags")
+"""Of the int64 table with a row for each vertex; ``lane``: of a copy, one of ``CopyLane``; ``ns``: of a kernel, its
+time as far as the plan knows."""
 EDGE_COLUMNS = ("from", "to")
 COPIED_COLUMNS = ("storage", "vertex", "writes")
 """The storage of an external input and the position of a transfer that reads it."""

@@ -78,12 +78,19 @@ void require_read_only_registration(const CudartApi& api) {
 
 struct CudaDevice::Lane {
   CudaStream stream = nullptr;
-  std::vector<CudaEvent> events;       // of token t: events[(t - 1) % size]
+  std::vector<CudaEvent> events;       // behind token t, if one was recorded there: events[(t - 1) % size]
+  std::vector<char> recorded;          // likewise, whether it was
   std::vector<std::int32_t> vertices;  // likewise
   Token enqueued = 0;
   Token finished = 0;
+  Token asked = 0;  // what was enqueued when completed() was last called
 
   std::size_t slot(Token token) const { return static_cast<std::size_t>((token - 1) % events.size()); }
+  // The first token at or behind `token` with an event of its own, which tells of `token` too; 0: none has.
+  Token covered_by(Token token) const {
+    while (token <= enqueued && recorded[slot(token)] == 0) ++token;
+    return token <= enqueued ? token : 0;
+  }
 };
 
 CudaError::CudaError(const std::string& call, int code, const std::string& text)
@@ -159,6 +166,7 @@ void CudaDevice::make_lanes() {
     lane.stream =
         direction < 0 ? streams_->compute(stream) : streams_->lane(static_cast<Direction>(direction));
     lane.events.assign(static_cast<std::size_t>(options_.window), nullptr);
+    lane.recorded.assign(lane.events.size(), 0);
     lane.vertices.assign(lane.events.size(), -1);
     for (CudaEvent& event : lane.events) {
       check("cudaEventCreateWithFlags", api_.event_create(&event, kEventDisableTiming));
@@ -231,12 +239,23 @@ Token CudaDevice::after_work(int stream, std::int32_t vertex, bool last) {
     check("cudaEventRecord", api_.event_record(timing_[2 + 2 * vertex], lane.stream));
     timed_.push_back(vertex);
   }
-  const Token token = lane.enqueued + 1;
-  check("cudaEventRecord", api_.event_record(lane.events[lane.slot(token)], lane.stream));
+  const Token token = ++lane.enqueued;
+  lane.recorded[lane.slot(token)] = 0;
   lane.vertices[lane.slot(token)] = vertex;
-  lane.enqueued = token;
   return token;
 }
+
+// An event behind all that is enqueued. Nothing is in flight, or one is there: nothing is done.
+int CudaDevice::record(Lane& lane) {
+  if (lane.enqueued == lane.finished) return kSuccess;
+  const std::size_t slot = lane.slot(lane.enqueued);
+  if (lane.recorded[slot] != 0) return kSuccess;
+  const int code = api_.event_record(lane.events[slot], lane.stream);
+  if (code == kSuccess) lane.recorded[slot] = 1;
+  return code;
+}
+
+void CudaDevice::mark(int stream) { check("cudaEventRecord", record(lanes_[stream])); }
 
 Token CudaDevice::enqueue_op(int stream, std::int32_t vertex, std::int32_t op) {
   make_current();
@@ -256,31 +275,40 @@ Token CudaDevice::enqueue_copy(int stream, const Copy& copy) {
     check("cudaMemcpyAsync",
           api_.memcpy_async(dst, src, static_cast<std::size_t>(bytes), kind, lanes_[stream].stream));
   }
-  return after_work(stream, vertex, copy.last());
+  const Token token = after_work(stream, vertex, copy.last());
+  mark(stream);
+  return token;
 }
 
 void CudaDevice::wait(int stream, int other, Token token) {
   const Lane& source = lanes_[other];
   if (source.finished >= token) return;
-  check("cudaStreamWaitEvent",
-        api_.stream_wait_event(lanes_[stream].stream, source.events[source.slot(token)], 0));
+  if (source.covered_by(token) == 0) mark(other);
+  check(
+      "cudaStreamWaitEvent",
+      api_.stream_wait_event(lanes_[stream].stream, source.events[source.slot(source.covered_by(token))], 0));
 }
 
+// While the loop thread launches, marks are to come. When it has come back without anything new, nobody may
+// have a reason to mark what is in flight: then the device does.
 Token CudaDevice::completed(int stream) {
   Lane& lane = lanes_[stream];
+  const bool idle = std::exchange(lane.asked, lane.enqueued) == lane.enqueued;
   while (lane.finished < lane.enqueued) {
-    const std::size_t slot = lane.slot(lane.finished + 1);
-    const int code = api_.event_query(lane.events[slot]);
+    const Token next = lane.covered_by(lane.finished + 1);
+    if (next == 0 && !idle) break;
+    const char* const call = next == 0 ? "cudaEventRecord" : "cudaEventQuery";
+    const int code = next == 0 ? record(lane) : api_.event_query(lane.events[lane.slot(next)]);
     if (code == kNotReady) {
       api_.get_last_error();  // "not yet" counts as an error there
       break;
     }
     if (code != kSuccess) {
-      fail_all("cudaEventQuery", code);
+      fail_all(call, code);
       lane.finished = lane.enqueued;  // nothing more can be learnt about them
       break;
     }
-    ++lane.finished;
+    if (next != 0) lane.finished = next;
   }
   return lane.finished;
 }
@@ -289,11 +317,17 @@ bool CudaDevice::failed() const { return failed_; }
 
 DeviceFailure CudaDevice::failure() const { return failure_; }
 
+std::int32_t CudaDevice::in_flight_count() const {
+  Token count = 0;
+  for (const Lane& lane : lanes_) count += lane.enqueued - lane.finished;
+  return static_cast<std::int32_t>(count);
+}
+
 void CudaDevice::fail(std::string message, bool lost, std::vector<std::int32_t> in_flight) {
   if (failed_) return;
   failed_ = true;
   const std::int32_t oldest = in_flight.empty() ? -1 : in_flight.front();
-  failure_ = {oldest, std::move(message), lost, /*later=*/true, std::move(in_flight)};
+  failure_ = {oldest, std::move(message), lost, /*later=*/true, std::move(in_flight), in_flight_count()};
 }
 
 // The runtime tells of a fault at the next call, whatever that asks for: what was in flight may be to blame,
@@ -319,6 +353,8 @@ void CudaDevice::recover() {
       fail(cuda_error_text(api_, "cudaStreamSynchronize", code), ends_the_context(code), {});
     }
   };
+  // Work whose mark was refused is known to nobody else.
+  for (Lane& lane : lanes_) lane.finished = lane.enqueued;
   for (const Lane& lane : lanes_) drain(lane.stream);
   if (arrivals_ != nullptr) drain(arrivals_);
 }

@@ -62,6 +62,7 @@ struct DeviceFailure {
   bool lost = false;   // the device refuses all further work of this process
   bool later = false;  // found after the launch: the message does not begin with the op's name
   std::vector<std::int32_t> in_flight = {};  // vertices that may be to blame, if `later`: the first few
+  std::int32_t in_flight_count = 0;          // how many there are
 };
 
 // Told by devices with threads of their own that some stream got further. Called on the device's thread right
@@ -97,6 +98,9 @@ class Device {
   // True if on_progress() is called after every completion, so that the engine may sleep; else it polls. Work
   // that has completed when its enqueue returns is not told of.
   virtual bool notifies() const { return false; }
+  // How many kernels a stream takes at once, the running one among them, where they are short (kHorizonNs);
+  // 0: the look-ahead is all.
+  virtual int queue_room() const { return 0; }
   // True while an op is being executed by a thread of this process: slow is then not stalled.
   virtual bool computing() const { return false; }
   // True while the device's work waits for other work of the caller: a step that makes no progress has not
@@ -109,9 +113,14 @@ class Device {
   // Everything enqueued on `stream` from now on starts after `token` of stream `other` of this device has
   // finished.
   virtual void wait(int stream, int other, Token token) = 0;
-  // Token of the last finished work on `stream`. Polls. An exception means that the device can no longer
-  // tell: the engine fails the step and forgets what was in flight on that stream.
+  // Token of the last work on `stream` that is known to have finished. Polls. An exception means that the
+  // device can no longer tell: the engine fails the step and forgets what was in flight on that stream.
   virtual Token completed(int stream) = 0;
+  // The last work of `stream` is wanted as soon as it has finished, whatever is enqueued behind it. Where
+  // that costs a call, completed() may tell of a kernel without a mark together with later ones. Without any
+  // mark it tells in the end, if it is asked twice and nothing was enqueued in between. Copies need no mark.
+  // Throws std::exception like an enqueue.
+  virtual void mark(int /*stream*/) {}
 
   // When the vertex whose work was last enqueued on `stream` is expected to end, with the pieces that are
   // still to come, in the time of now_ns(); INT64_MAX if the device cannot tell.

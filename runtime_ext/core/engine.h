@@ -23,7 +23,9 @@ enum class Dispatch : std::uint8_t {
 struct EngineOptions {
   Dispatch dispatch = Dispatch::kPriority;
   std::uint64_t seed = 0;  // of kRandom; step i uses a stream of its own, so steps differ
-  int lookahead = 2;   // K: kernels queued on a stream beyond the running one; 0 = launch after completion
+  // K: kernels queued on a stream beyond the running one, and more on a GPU while they are short
+  // (kHorizonNs); 0 = launch after completion.
+  int lookahead = 2;
   int copy_depth = 2;  // copies, or pieces of them, handed to a lane at once, the running one included
   // Bytes of a piece of a copy from or to the host; 0 = copies are not cut. Behind each piece the first ready
   // copy in serial order goes on: one that becomes ready waits for pieces, not for whole copies.

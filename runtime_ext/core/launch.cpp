@@ -34,7 +34,7 @@ bool Engine::Loop::poll_stream(StreamState& stream) {
     // The device cannot say any more what has finished: give up what it was doing, so that draining can end.
     stop(Status::kFailed, stream.front().vertex, what_of(error));
     in_flight_ -= stream.count;
-    stream.head = stream.count = 0;
+    while (stream.count > 0) stream.pop();
     return true;
   }
   if (done < stream.front().token) return false;
@@ -150,32 +150,45 @@ bool Engine::Loop::launch_next_piece(Resource& resource, std::int32_t v) {
 
 // A stream with nothing to do takes the first ready kernel. The window behind a busy stream is filled in
 // priority order from ready kernels and candidates alike: taking every ready kernel first would let a far
-// later one overtake.
+// later one overtake. No more than `window` at a time for each stream, so that copies and other devices do
+// not wait while a window in time is filled; pump() comes back for the rest.
 bool Engine::Loop::issue_kernels(Resource& resource) {
   bool moved = false;
-  while (phase_ == Phase::kRunning) {
+  for (int left = resource.window * resource.stream_count; left > 0 && phase_ == Phase::kRunning; --left) {
     int stream = resource.first_stream;
     for (int s = stream + 1; s < resource.first_stream + resource.stream_count; ++s) {
       if (schedule_.streams[s].count < schedule_.streams[stream].count) stream = s;
     }
-    const int queued = schedule_.streams[stream].count;
-    if (queued >= resource.window) break;
+    const StreamState& emptiest = schedule_.streams[stream];
+    if (!resource.has_room(emptiest)) break;
     const std::int32_t ready = next_ready(resource);
     const std::int32_t candidate =
-        schedule_.lookahead && (queued > 0 || ready < 0) ? next_candidate(resource) : -1;
+        schedule_.lookahead && (emptiest.count > 0 || ready < 0) ? next_candidate(resource) : -1;
     const int behind = candidate < 0 ? -1 : stream_for_candidate(resource, candidate);
+    const bool fits = ready >= 0 && may_queue(resource, emptiest, ready);
     const bool toss = options_.dispatch == Dispatch::kRandom && random_.below(2) == 0;
-    if (ready >= 0 && (behind < 0 || (ready < candidate) != toss)) {
-      take(resource, resource.ready);
-      moved = launch(ready, stream) || moved;
+    if (fits && (behind < 0 || (ready < candidate) != toss)) {
+      moved = launch_kernel(resource, resource.ready, ready, stream) || moved;
     } else if (behind >= 0) {
-      take(resource, resource.candidates);
-      moved = launch_behind(candidate, behind) || moved;
+      moved = launch_kernel(resource, resource.candidates, candidate, behind) || moved;
     } else {
       break;
     }
   }
   return moved;
+}
+
+// Beyond the look-ahead a stream takes only the first kernel in serial order that was not launched: a later
+// one would be in front of it for as long as the window in time is.
+bool Engine::Loop::may_queue(Resource& resource, const StreamState& stream, std::int32_t v) {
+  if (!resource.has_room(stream)) return false;
+  return stream.count < resource.window || options_.dispatch == Dispatch::kRandom || is_next(resource, v);
+}
+
+// Whether no kernel ahead of `v`, which was not launched, is still to be launched.
+bool Engine::Loop::is_next(Resource& resource, std::int32_t v) {
+  while (state_[resource.order[resource.next]] >= State::kIssued) ++resource.next;
+  return resource.order[resource.next] == v;
 }
 
 std::int32_t Engine::Loop::next_ready(Resource& resource) {
@@ -218,18 +231,22 @@ void Engine::Loop::take(Resource& resource, ReadyQueue& queue) {
 
 // A stream that holds one of v's unfinished predecessors and has room; -1 if there is none. On any other
 // stream v would only be in the way of kernels that become ready before it.
-int Engine::Loop::stream_for_candidate(const Resource& resource, std::int32_t v) const {
+int Engine::Loop::stream_for_candidate(Resource& resource, std::int32_t v) {
   for (const std::int32_t p : schedule_.predecessors_of(v)) {
-    if (state_[p] == State::kIssued && schedule_.streams[stream_of_[p]].count < resource.window)
+    if (state_[p] == State::kIssued && may_queue(resource, schedule_.streams[stream_of_[p]], v))
       return stream_of_[p];
   }
   return -1;
 }
 
-// Launches v behind the kernels it waits for: those of its own stream by order, those of other streams by a
-// wait.
-bool Engine::Loop::launch_behind(std::int32_t v, int stream) {
-  const StreamState& own = schedule_.streams[stream];
+// Launches v, the first of `queue`, behind the kernels it waits for: those of its own stream by order, those
+// of other streams by a wait. Its end is marked where an edge leaves the stream, so that the successor need
+// not wait for what is queued behind v; after each half of the window in time, so that it is filled up while
+// the other half runs; and where v overtakes another kernel, for which the window is the look-ahead alone.
+bool Engine::Loop::launch_kernel(Resource& resource, ReadyQueue& queue, std::int32_t v, int stream) {
+  StreamState& own = schedule_.streams[stream];
+  const bool wanted = schedule_.leaves[v] || !is_next(resource, v);
+  take(resource, queue);
   try {
     for (const std::int32_t p : schedule_.predecessors_of(v)) {
       if (state_[p] != State::kIssued || stream_of_[p] == stream) continue;
@@ -239,7 +256,15 @@ bool Engine::Loop::launch_behind(std::int32_t v, int stream) {
     stop(Status::kFailed, v, what_of(error));
     return false;
   }
-  return launch(v, stream);
+  if (!launch(v, stream)) return false;
+  if (!wanted && 2 * own.unmarked_ns < resource.horizon_ns) return true;
+  own.unmarked_ns = 0;
+  try {
+    devices_[own.device]->mark(own.stream);
+  } catch (const std::exception& error) {
+    refuse(*devices_[own.device], v, what_of(error));
+  }
+  return true;
 }
 
 // A kernel, or the next `bytes` of a copy.
@@ -270,7 +295,8 @@ bool Engine::Loop::launch(std::int32_t v, int index, std::int64_t bytes) {
     refuse(device, v, what_of(error));
     return false;
   }
-  stream.push({v, token_of_[v], kernel ? kNever : device.expected_end(stream.stream), behind == 0});
+  const std::int64_t due = kernel ? kNever : device.expected_end(stream.stream);
+  stream.push({v, token_of_[v], due, schedule_.expected_ns[v], behind == 0});
   ++in_flight_;
   if (program_.goes(v, Direction::kDeviceToHost)) step_.offload_bytes += bytes;
   if (program_.goes(v, Direction::kPeer)) step_.transfer_bytes += bytes;
@@ -293,7 +319,7 @@ void Engine::Loop::book_if_done(StreamState& stream) {
 void Engine::Loop::stop(DeviceFailure failure) {
   if (phase_ == Phase::kDraining || phase_ == Phase::kIdle) return;
   Unfinished unfinished;
-  unfinished.in_flight_count = static_cast<std::int32_t>(failure.in_flight.size());
+  unfinished.in_flight_count = failure.in_flight_count;
   unfinished.in_flight = std::move(failure.in_flight);
   stop(Status::kFailed, failure.vertex, std::move(failure.message), std::move(unfinished));
   const Lock lock(caller_mutex_);

@@ -117,10 +117,12 @@ class Engine::Loop final : public ProgressListener {
   std::int32_t next_ready(Resource& resource);
   std::int32_t next_candidate(Resource& resource);
   void take(Resource& resource, ReadyQueue& queue);
-  int stream_for_candidate(const Resource& resource, std::int32_t v) const;
+  int stream_for_candidate(Resource& resource, std::int32_t v);
+  bool may_queue(Resource& resource, const StreamState& stream, std::int32_t v);
+  bool is_next(Resource& resource, std::int32_t v);
   void stop(DeviceFailure failure);
   void refuse(Device& device, std::int32_t v, std::string message);
-  bool launch_behind(std::int32_t v, int stream);
+  bool launch_kernel(Resource& resource, ReadyQueue& queue, std::int32_t v, int stream);
   bool launch_next_piece(Resource& resource, std::int32_t v);
   bool launch(std::int32_t v, int stream) { return launch(v, stream, program_.bytes[v]); }
   bool launch(std::int32_t v, int stream, std::int64_t bytes);

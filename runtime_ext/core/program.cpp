@@ -22,7 +22,8 @@ std::string at_vertex(const Program& program, std::int32_t v, const std::string&
 std::string check_lengths(const Program& p) {
   const std::size_t n = p.kind.size();
   if (p.device.size() != n || p.op.size() != n || p.dst.size() != n || p.src.size() != n ||
-      p.bytes.size() != n || p.flags.size() != n || p.direction.size() != n || p.in_degree.size() != n) {
+      p.bytes.size() != n || p.ns.size() != n || p.flags.size() != n || p.direction.size() != n ||
+      p.in_degree.size() != n) {
     return "program: arrays differ in length";
   }
   if (p.successor_begin.size() != n + 1 || p.successor_begin.front() != 0 ||
@@ -39,6 +40,7 @@ std::string check_vertex(const Program& p, std::int32_t v, int devices) {
     return at_vertex(p, v, "device " + std::to_string(p.device[v]) + " of " + std::to_string(devices));
   }
   if (p.bytes[v] < 0) return at_vertex(p, v, "negative size");
+  if (p.ns[v] < 0) return at_vertex(p, v, "negative time");
   if (p.kind[v] == Kind::kKernel) {
     if (p.op[v] < 0) return at_vertex(p, v, "no op");
   } else if (p.bytes[v] > 0 && (p.dst[v] == nullptr || p.src[v] == nullptr)) {
@@ -189,6 +191,7 @@ void ProgramBuilder::reserve(std::size_t vertices, std::size_t edges) {
   program_.dst.reserve(vertices);
   program_.src.reserve(vertices);
   program_.bytes.reserve(vertices);
+  program_.ns.reserve(vertices);
   program_.flags.reserve(vertices);
   program_.direction.reserve(vertices);
   edges_.reserve(edges);
@@ -201,6 +204,7 @@ std::int32_t ProgramBuilder::add(const VertexDesc& vertex) {
   program_.dst.push_back(vertex.dst);
   program_.src.push_back(vertex.src);
   program_.bytes.push_back(vertex.bytes);
+  program_.ns.push_back(vertex.ns);
   program_.flags.push_back(vertex.flags);
   program_.direction.push_back(vertex.direction);
   return program_.size() - 1;

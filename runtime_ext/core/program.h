@@ -35,6 +35,7 @@ struct VertexDesc {
   std::int64_t bytes = 0;     // copy: length
   std::uint8_t flags = 0;     // Flag bits
   Direction direction = Direction::kHostToDevice;  // copy
+  std::int64_t ns = 0;                             // kernel: how long it takes, as far as the plan knows
 };
 
 // A stretch of memory.
@@ -84,6 +85,7 @@ struct Program {
   std::vector<void*> dst;
   std::vector<const void*> src;
   std::vector<std::int64_t> bytes;
+  std::vector<std::int64_t> ns;
   std::vector<std::uint8_t> flags;
   std::vector<Direction> direction;
   // Edges in compressed rows: the successors of v are successors[successor_begin[v] .. successor_begin[v +

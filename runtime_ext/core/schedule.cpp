@@ -44,6 +44,7 @@ void Schedule::make_resources(const Program& program, const std::vector<std::uni
     any_asynchronous = any_asynchronous || !devices[d]->runs_inline();
     first_resource.push_back(static_cast<int>(resources.size()));
     const int compute_window = devices[d]->runs_inline() || synchronous ? 1 : 1 + options.lookahead;
+    const int room = compute_window > 1 ? std::max(devices[d]->queue_room(), compute_window) : compute_window;
     for (int r = 0; r <= kLanes; ++r) {
       Resource resource;
       resource.device = d;
@@ -51,6 +52,7 @@ void Schedule::make_resources(const Program& program, const std::vector<std::uni
       resource.first_stream = static_cast<int>(streams.size());
       resource.stream_count = resource.copy ? 1 : devices[d]->compute_streams();
       resource.window = resource.copy ? (synchronous ? 1 : options.copy_depth) : compute_window;
+      resource.horizon_ns = !resource.copy && room > compute_window ? kHorizonNs : 0;
       // A copy between two devices has pieces of its own, where it needs any.
       const bool peer = r == 1 + static_cast<int>(Direction::kPeer);
       resource.piece = resource.copy && !peer ? options.copy_piece : 0;
@@ -58,7 +60,7 @@ void Schedule::make_resources(const Program& program, const std::vector<std::uni
         StreamState stream;
         stream.device = d;
         stream.stream = resource.copy ? devices[d]->compute_streams() + r - 1 : i;
-        stream.ring.resize(resource.window);
+        stream.ring.resize(resource.copy ? resource.window : room);
         streams.push_back(std::move(stream));
       }
       resources.push_back(std::move(resource));
@@ -93,6 +95,17 @@ void Schedule::count_edges(const Program& program) {
   }
   initial_unissued = initial_waiting;
   for (std::int32_t v = 0; v < n; ++v) predecessor_begin[v + 1] += predecessor_begin[v];
+  expected_ns.assign(n, 0);
+  leaves.assign(n, false);
+  for (std::int32_t v = 0; v < n; ++v) {
+    if (program.kind[v] != Kind::kKernel) continue;
+    expected_ns[v] = std::clamp(program.ns[v], kShortestNs, kHorizonNs);
+    const Resource& own = resources[resource_of[v]];
+    leaves[v] = program.out(v);
+    for (const std::int32_t s : program.successors_of(v)) {
+      leaves[v] = leaves[v] || own.stream_count > 1 || resource_of[s] != resource_of[v];
+    }
+  }
   predecessors.resize(predecessor_begin[n]);
   std::vector<std::int32_t> cursor(predecessor_begin.begin(), predecessor_begin.end() - 1);
   for (std::int32_t v = 0; v < n; ++v) {
@@ -121,6 +134,8 @@ void Schedule::make_orders(const Program& program) {
     for (const std::int32_t v : resource.order) {
       if (initial_waiting[v] == 0) resource.initial.push_back(v);
     }
+    // The step's end need not wait until the device sees that nothing more comes.
+    if (!resource.order.empty()) leaves[resource.order.back()] = true;
     std::sort(resource.initial.begin(), resource.initial.end());
   }
 }

@@ -57,6 +57,7 @@ struct StreamState {
     std::int32_t vertex;
     Token token;
     std::int64_t due_ns;  // Device::expected_end of a copy
+    std::int64_t ns;      // Schedule::expected_ns of a kernel
     bool last;            // no piece of the vertex comes behind it
   };
 
@@ -65,11 +66,18 @@ struct StreamState {
   std::vector<Entry> ring;
   int head = 0;
   int count = 0;
+  std::int64_t queued_ns = 0;    // expected of all that is in flight
+  std::int64_t unmarked_ns = 0;  // of what was launched since the last Device::mark
 
   const Entry& front() const { return ring[head]; }
   const Entry& entry(int i) const { return ring[(head + i) % static_cast<int>(ring.size())]; }
-  void push(const Entry& entry) { ring[(head + count++) % static_cast<int>(ring.size())] = entry; }
+  void push(const Entry& entry) {
+    ring[(head + count++) % static_cast<int>(ring.size())] = entry;
+    queued_ns += entry.ns;
+    unmarked_ns += entry.ns;
+  }
   void pop() {
+    queued_ns -= front().ns;
     head = head + 1 == static_cast<int>(ring.size()) ? 0 : head + 1;
     --count;
   }
@@ -81,14 +89,30 @@ struct Resource {
   int first_stream = 0;  // index into Schedule::streams
   int stream_count = 1;
   bool copy = false;
-  int window = 1;                     // vertices, or pieces of copies, in flight on one stream
-  std::int64_t piece = 0;             // bytes; 0: copies are not cut
-  std::vector<std::int32_t> order;    // its vertices in the order of kFixed
+  int window = 1;                   // vertices, or pieces of copies, in flight on one stream
+  std::int64_t horizon_ns = 0;      // more kernels than that while those behind the running one are so short
+  std::int64_t piece = 0;           // bytes; 0: copies are not cut
+  std::vector<std::int32_t> order;  // its vertices in the order of kFixed
   std::vector<std::int32_t> initial;  // ready when a step starts, ascending
   ReadyQueue ready;
   ReadyQueue candidates;  // kernels that wait only for kernels issued to the same device
-  std::size_t next = 0;   // kFixed: position in order
+  std::size_t next = 0;   // position in order: all before were launched
+
+  bool has_room(const StreamState& stream) const {
+    if (stream.count < window) return true;
+    return stream.queued_ns - stream.front().ns < horizon_ns &&
+           stream.count < static_cast<int>(stream.ring.size());
+  }
 };
+
+// What a stream that can take them has queued behind its running kernel. A GPU never idles if the loop thread
+// comes back before the queue is empty, that is within half of this, since completions are told by halves: a
+// turn submits some 3 kernels to each other device and 2 pieces to each lane, at 5 to 20 us each. Plans say
+// more than a kernel's time where its launch takes longer, so that the queue may last half as long. A longer
+// one gains nothing and delays the end of a step that is given up.
+constexpr std::int64_t kHorizonNs = 200'000;
+// No kernel takes less, with its start.
+constexpr std::int64_t kShortestNs = 4'000;
 
 // Everything derived from the program once; the arrays named initial_* are copied over the live ones at each
 // begin.
@@ -106,7 +130,9 @@ struct Schedule {
       initial_unissued;  // those of them that are not kernels of the same device, plus kernels not issued
   std::vector<std::int32_t> serial;  // every vertex that runs, in the order of kSynchronous
   std::vector<std::int32_t> late;
-  std::vector<bool> behind_gate;  // waits, however indirectly, for a late input
+  std::vector<bool> leaves;               // of each kernel: somebody outside of its stream waits for its end
+  std::vector<std::int64_t> expected_ns;  // of each kernel, from kShortestNs to kHorizonNs
+  std::vector<bool> behind_gate;          // waits, however indirectly, for a late input
   std::vector<std::int32_t> residents;
   std::int32_t runnable = 0;  // vertices that are no inputs
   std::int32_t outs = 0;      // out vertices among them

@@ -106,7 +106,8 @@ class FakeCudart {
   int objects() const { return static_cast<int>(queues_.size() + events_.size()); }
 
   int calls = 0;
-  int fail_at = -1;  // number of the call that fails
+  std::map<std::string, int> named;  // calls of each name
+  int fail_at = -1;                  // number of the call that fails
   int fail_code = kInvalidHandle;
   bool sticky = false;      // whether all later calls fail too, as after a kernel's fault
   std::string failed_call;  // its name
@@ -136,6 +137,7 @@ class FakeCudart {
 
   int call(const char* name) {
     const int number = calls++;
+    ++named[name];
     if (fail_at < 0 || number < fail_at || (number > fail_at && !sticky)) return 0;
     if (number == fail_at) failed_call = name;
     return last_error = fail_code;

@@ -136,6 +136,8 @@ class ForwardingDevice : public Device {
   bool runs_inline() const override { return inner_->runs_inline(); }
   bool notifies() const override { return inner_->notifies(); }
   bool computing() const override { return inner_->computing(); }
+  int queue_room() const override { return inner_->queue_room(); }
+  void mark(int stream) override { inner_->mark(stream); }
   Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) override {
     return inner_->enqueue_op(stream, vertex, op);
   }

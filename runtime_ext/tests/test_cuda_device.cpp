@@ -37,7 +37,10 @@ struct Rig {
       : cudart(seed), scene(random_scene(seed, size)), checker(*scene), launcher(cudart, checker) {
     CudaDeviceOptions options;
     options.compute_streams = streams;
-    options.window = 8;
+    options.window = seed % 5 == 4 ? 64 : 8;
+    for (VertexDesc& vertex : scene->vertices)
+      vertex.ns =
+          static_cast<std::int64_t>((static_cast<std::uint64_t>(vertex.op + 1) * 37 + seed) % 11) * 9000;
     auto device = std::make_unique<CudaDevice>(FakeCudart::api(), options);
     launcher.targets = {device.get()};
     EngineOptions engine_options;
@@ -180,7 +183,8 @@ TEST(CudaDevice, AnAsynchronousErrorListsWhatWasInFlight) {
       ASSERT_FALSE(in_flight.empty());
       EXPECT_EQ(in_flight.front(), error.vertex);
       EXPECT_EQ(std::set<std::int32_t>(in_flight.begin(), in_flight.end()).size(), in_flight.size());
-      EXPECT_EQ(error.unfinished.in_flight_count, static_cast<std::int32_t>(in_flight.size()));
+      EXPECT_LE(in_flight.size(), 8U);
+      EXPECT_GE(error.unfinished.in_flight_count, static_cast<std::int32_t>(in_flight.size()));
       EXPECT_GE(error.vertex, 0);
       EXPECT_TRUE(error.later && error.lost);
       ++named;

@@ -133,45 +133,124 @@ TEST(Engine, RandomOrderDependsOnTheSeedAndTheStepOnly) {
   EXPECT_NE(std::vector(first.begin(), first.begin() + 30), std::vector(first.begin() + 30, first.end()));
 }
 
+// One stream whose kernels end one by one at every third poll; its copies end when copies_end says so.
+class Depth final : public Device {
+ public:
+  explicit Depth(int room) : room_(room) {}
+  void connect(int, OpRunner&, ProgressListener&) override {}
+  int compute_streams() const override { return 1; }
+  int queue_room() const override { return room_; }
+  Token enqueue_op(int, std::int32_t vertex, std::int32_t) override {
+    order.push_back(vertex);
+    ahead.push_back(queued - finished);
+    deepest = std::max(deepest, ++queued - finished);
+    return queued;
+  }
+  Token enqueue_copy(int, const Copy&) override { return ++copies; }
+  void wait(int, int, Token) override { throw std::logic_error("a chain on one stream needs no wait"); }
+  Token completed(int stream) override {
+    if (stream != 0) return order.size() >= copies_end ? copies : 0;
+    if (++polls % 3 == 0 && finished < queued) ++finished;
+    return finished;
+  }
+  void mark(int) override { ++marks; }
+  bool failed() const override { return false; }
+  DeviceFailure failure() const override { return {}; }
+  void recover() override {}
+  void trace(Span*, std::int32_t) override {}
+
+  std::vector<std::int32_t> order;
+  std::vector<Token> ahead;    // likewise: kernels in flight when each was launched
+  std::size_t copies_end = 0;  // kernels launched by then
+  Token queued = 0;
+  Token finished = 0;
+  Token deepest = 0;
+  Token copies = 0;
+  int polls = 0;
+  int marks = 0;
+
+ private:
+  int room_;
+};
+
+Scene chain(int n, std::int64_t ns = 0) {
+  Scene scene = independent(n);
+  for (VertexDesc& vertex : scene.vertices) vertex.ns = ns;
+  for (int v = 1; v < n; ++v) scene.edges.emplace_back(v - 1, v);
+  return scene;
+}
+
 TEST(Engine, LookaheadQueuesBehindIssuedKernelsOnly) {
   // A chain of kernels on a polled device: with K = 2 three are in flight, with K = 0 one.
   for (const int lookahead : {0, 1, 2, 5}) {
-    Scene scene = independent(40);
-    for (int v = 1; v < 40; ++v) scene.edges.emplace_back(v - 1, v);
-    class Counting final : public OpRunner {
-     public:
-      void run(std::int32_t, int, int) override {}
-    } runner;
-    class Depth final : public Device {
-     public:
-      void connect(int, OpRunner&, ProgressListener&) override {}
-      int compute_streams() const override { return 1; }
-      Token enqueue_op(int, std::int32_t, std::int32_t) override {
-        deepest = std::max(deepest, ++queued - finished);
-        return queued;
-      }
-      Token enqueue_copy(int, const Copy&) override { throw std::logic_error("no"); }
-      void wait(int, int, Token) override { throw std::logic_error("a chain on one stream needs no wait"); }
-      Token completed(int stream) override {
-        if (stream == 0 && ++polls % 3 == 0 && finished < queued) ++finished;
-        return stream == 0 ? finished : 0;
-      }
-      bool failed() const override { return false; }
-      DeviceFailure failure() const override { return {}; }
-      void recover() override {}
-      void trace(Span*, std::int32_t) override {}
-      Token queued = 0;
-      Token finished = 0;
-      Token deepest = 0;
-      int polls = 0;
-    };
-    auto device = std::make_unique<Depth>();
+    NoOps runner;
+    auto device = std::make_unique<Depth>(0);
     Depth* depth = device.get();
-    Engine engine(scene.program(), one(std::move(device)), runner,
+    Engine engine(chain(40).program(), one(std::move(device)), runner,
                   options_of(Dispatch::kPriority, lookahead));
     engine.begin();
     ASSERT_EQ(engine.wait_end(kPatience), Status::kDone) << engine.last_error().message;
     EXPECT_EQ(depth->deepest, static_cast<Token>(lookahead + 1));
+  }
+}
+
+// Behind the running kernel kHorizonNs are queued, or K kernels, whichever is more, if there is room.
+TEST(Engine, ShortKernelsAreQueuedByTheirTime) {
+  struct Case {
+    std::int64_t ns;
+    int lookahead, room;
+    Token deepest;
+    int marks;
+  };
+  constexpr std::int64_t kLong = 100 * kHorizonNs;
+  const Case cases[] = {{kLong, 2, 64, 3, 200},
+                        {kHorizonNs / 2, 2, 64, 3, 200},
+                        {kHorizonNs / 10, 2, 64, 11, 41},
+                        {kHorizonNs / 10, 2, 8, 8, 41},
+                        {0, 2, 64, 51, 9},
+                        {kHorizonNs / 10, 0, 64, 1, 200},
+                        {kHorizonNs / 10, 20, 64, 21, 41}};
+  for (const Dispatch mode : {Dispatch::kPriority, Dispatch::kFixed}) {
+    for (const Case& each : cases) {
+      NoOps runner;
+      auto device = std::make_unique<Depth>(each.room);
+      Depth* depth = device.get();
+      Engine engine(chain(200, each.ns).program(), one(std::move(device)), runner,
+                    options_of(mode, each.lookahead));
+      for (int step = 0; step < 2; ++step) {
+        depth->deepest = depth->marks = 0;
+        engine.begin();
+        ASSERT_EQ(engine.wait_end(kPatience), Status::kDone) << engine.last_error().message;
+        EXPECT_EQ(depth->deepest, each.deepest) << each.ns << " ns, K = " << each.lookahead;
+        EXPECT_NEAR(depth->marks, each.marks, 1) << each.ns << " ns, K = " << each.lookahead;
+      }
+    }
+  }
+}
+
+// Kernel 1 waits for a copy, which ends when some later kernels were launched. Of the others, which are
+// short, no more are in front of it than the look-ahead allows.
+TEST(Engine, AWindowInTimeIsNotFilledWithKernelsThatOvertake) {
+  constexpr int kLookahead = 2;
+  for (const std::size_t copies_end : {1, 10, 20}) {
+    Scene scene = independent(60);
+    static char word[2];
+    scene.vertices[1] = {Kind::kCopy, 0, -1, &word[1], &word[0], 1, 0, Direction::kHostToDevice};
+    scene.edges = {{1, 2}, {0, 30}};
+    NoOps runner;
+    auto device = std::make_unique<Depth>(64);
+    Depth* depth = device.get();
+    depth->copies_end = copies_end;
+    Engine engine(scene.program(), one(std::move(device)), runner,
+                  options_of(Dispatch::kPriority, kLookahead));
+    engine.begin();
+    ASSERT_EQ(engine.wait_end(kPatience), Status::kDone) << engine.last_error().message;
+    const auto at = std::find(depth->order.begin(), depth->order.end(), 2) - depth->order.begin();
+    EXPECT_LE(at, static_cast<std::ptrdiff_t>(copies_end) + kLookahead + 1);
+    EXPECT_LE(depth->ahead[static_cast<std::size_t>(at)], static_cast<Token>(kLookahead + 1));
+    EXPECT_GT(depth->deepest, static_cast<Token>(kLookahead + 1)) << "behind it all are next";
+    EXPECT_GE(depth->marks + 1, static_cast<int>(copies_end))
+        << "the few that are queued are told of one by one";
   }
 }
 

@@ -12,7 +12,7 @@
 namespace disco {
 
 // Columns of the int64 tables that cross the border.
-constexpr std::int64_t kVertexColumns = 8;  // kind, device, lane, op, dst, src, bytes, flags
+constexpr std::int64_t kVertexColumns = 9;  // kind, device, lane, op, dst, src, bytes, ns, flags
 constexpr std::int64_t kEdgeColumns = 2;    // from, to
 // Storage that is external, a transfer that reads or writes it, whether it writes.
 constexpr std::int64_t kCopiedColumns = 3;

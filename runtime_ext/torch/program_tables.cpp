@@ -54,8 +54,9 @@ Program read_program(const at::Tensor& vertices, const at::Tensor& edges) {
   for (std::int64_t i = 0; i < vertices.size(0); ++i, row += kVertexColumns) {
     builder.add({narrow<Kind, std::uint8_t>(row[0], "kind"), narrow<std::int32_t>(row[1], "device"),
                  narrow<std::int32_t>(row[3], "op"), reinterpret_cast<void*>(row[4]),
-                 reinterpret_cast<const void*>(row[5]), row[6], narrow<std::uint8_t>(row[7], "flags"),
-                 row[2] < 0 ? Direction::kHostToDevice : narrow<Direction, std::uint8_t>(row[2], "lane")});
+                 reinterpret_cast<const void*>(row[5]), row[6], narrow<std::uint8_t>(row[8], "flags"),
+                 row[2] < 0 ? Direction::kHostToDevice : narrow<Direction, std::uint8_t>(row[2], "lane"),
+                 row[7]});
   }
   const auto* edge = edges.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < edges.size(0); ++i, edge += kEdgeColumns) {

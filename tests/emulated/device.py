@@ -37,7 +37,7 @@ def _text(function: str) -> str:
 
 def counts() -> dict[str, int]:
     """How often what was called since the last reset: ``cudaMalloc 0`` (with the device), ``copy h2d pageable``,
-    ``kernels``, ``unemulated kernel NAME``, ``missing NAME``."""
+    ``kernels``, ``cudaEventRecord``, ``unemulated kernel NAME``, ``missing NAME``."""
     pairs = (line.rpartition("\t") for line in _text("emuCounts").splitlines())
     return {name: int(number) for name, _, number in pairs}
 

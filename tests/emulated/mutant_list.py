@@ -10,6 +10,7 @@ _SIDE = (
     _ORDER + "test_a_loop_on_a_side_stream",
     _ORDER + "test_batches_that_a_side_stream_fetches_during_the_step_before",
 )
+_CALLS = "tests/emulated/test_calls.py::"
 _STEADY = (_ORDER + "test_a_steady_step_takes_nothing_and_ends_within_what_the_driver_gave",)
 _HOST = "tests/emulated/test_host_optimizer.py::"
 _UPDATES = "tests/emulated/test_update_faults.py::"
@@ -78,10 +79,40 @@ MUTANTS = (
     Mutant(
         "event reused too early",
         _DEVICE,
-        'check("cudaEventRecord", api_.event_record(lane.events[lane.slot(token)], lane.stream));',
-        'check("cudaEventRecord", api_.event_record(lane.events[lane.slot(token + 1)], lane.stream));',
+        "api_.event_record(lane.events[slot], lane.stream);",
+        "api_.event_record(lane.events[(slot + 1) % lane.events.size()], lane.stream);",
         _SIDE,
         _JITTER,
+    ),
+    Mutant(
+        "event before the token",
+        _DEVICE,
+        "source.events[source.slot(source.covered_by(token))]",
+        "source.events[source.slot(token - 1)]",
+        _STREAMS,
+        _LATE,
+    ),
+    Mutant(
+        "kernels behind an event taken for done",
+        _DEVICE,
+        "if (next != 0) lane.finished = next;",
+        "if (next != 0) lane.finished = lane.enqueued;",
+        _SIDE,
+        _JITTER,
+    ),
+    Mutant(
+        "no event where an edge leaves the stream",
+        "runtime_ext/core/schedule.cpp",
+        " || resource_of[s] != resource_of[v];",
+        " || s == v;",
+        (_CALLS + "test_a_kernel_costs_little_beside_its_launch",),
+    ),
+    Mutant(
+        "nothing recorded when idle",
+        _DEVICE,
+        "if (next == 0 && !idle) break;",
+        "if (next == 0 && (idle || !idle)) break;",
+        ("tests/emulated/test_engine.py::test_a_kernel_that_never_ends_is_reported_although_the_step_cannot_drain",),
     ),
     Mutant(
         "copy ends with its first piece",

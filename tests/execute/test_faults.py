@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from disco_accel.errors import BudgetTooSmall, ExecutionError, Stalled
+from disco_accel.execute.early_end import EngineError, failure
 from disco_accel.execute.executor import EngineOptions, Executor, HostLink
+from disco_accel.execute.vertex_names import Describer
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.values import host_copy_exists
+from disco_accel.native.engine_numbers import EngineStatus
 from disco_accel.plan import make_plan
 from tests.execute import samples
 from tests.execute.device_programs import RELOAD, DeviceBuilder, reloading_plan
@@ -197,3 +200,14 @@ def test_engine_seconds_without_tracing() -> None:
             assert 0 < counters["engine_seconds"] < counters["step_seconds"]
         else:
             assert counters["op_seconds"] == counters["engine_seconds"] == 0
+
+
+def test_a_lost_device_is_told_with_the_number_of_vertices_in_flight() -> None:
+    """A GPU has many short kernels queued: the first are named."""
+    graph, _ = measured(build(samples.dense))
+    plan = bump_plan(graph)
+    describer = Describer(plan, graph.ops, {})
+    positions = [position for position, v in enumerate(plan.vertices) if v.id in kernels(plan)[:2]]
+    error = EngineError(EngineStatus.FAILED, positions[0], "illegal access", True, True, False, positions, 30, (), 0)
+    told = str(failure(error, plan, describer))
+    assert f"in flight: {', '.join(map(describer.at, positions))} and 28 more; " in told

@@ -166,7 +166,7 @@ def _copied(storage: int, vertex: int, writes: int = 0) -> Callable[[list[Any], 
     return change
 
 
-KIND, DEVICE, LANE, OP, DST, SRC, BYTES, FLAGS = range(8)
+KIND, DEVICE, LANE, OP, DST, SRC, BYTES, NS, FLAGS = range(9)
 OFFLOAD, RELOAD, KERNEL = CopyLane.D2H, CopyLane.H2D, VertexKind.KERNEL
 ENGINE: dict[str, tuple[Callable[[list[Any], Any], None], str]] = {
     "offload far away": (_set(OFFLOAD, DST, FAR, add=True), "to the host.*writes"),
@@ -186,6 +186,7 @@ ENGINE: dict[str, tuple[Callable[[list[Any], Any], None], str]] = {
     "an op that is not there": (_set(KERNEL, OP, 10_000), "no op"),
     "a lane of nine bits": (_set(RELOAD, LANE, 256), "lane"),
     "a lane that is not there": (_set(RELOAD, LANE, 3), "no such kind"),
+    "a kernel of less than no time": (_set(KERNEL, NS, -1), "negative time"),
     "flags of nine bits": (_set(KERNEL, FLAGS, 256), "flags"),
     "an edge of 33 bits": (_edge, "edge"),
     "a smaller arena": (_smaller_arena, "outside"),

@@ -177,6 +177,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t on, unsign
                        std::to_string(stream->device));
     return answer(cudaErrorInvalidResourceHandle);
   }
+  journal().count("cudaEventRecord");
   const auto record = std::make_shared<Record>(order().now(stream->number));
   set_last(handle, record);
   const auto reach = [record] {
@@ -199,6 +200,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t on, cudaEvent_t handle, unsigned) {
   const auto event = find(handle);
   Stream* stream = streams().find(on);
   if (!event || stream == nullptr) return answer(cudaErrorInvalidResourceHandle);
+  journal().count("cudaStreamWaitEvent");
   const std::shared_ptr<Record> record = event->last;
   if (record == nullptr) return cudaSuccess;
   order().follow(stream->number, record->clock);
@@ -212,6 +214,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t on, cudaEvent_t handle, unsigned) {
 
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
   RETURN_IF_FAULTED();
+  journal().count("cudaEventQuery");
   const auto event = find(handle);
   if (!event) return answer(cudaErrorInvalidResourceHandle);
   if (event->last != nullptr) {

@@ -1,0 +1,78 @@
+"""How often a planned step calls the runtime beside launching its kernels and copies: each call takes microseconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu.models import SMALL, arena_llama, batch_for, with_adapter
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import VertexKind
+from tests.emulated import device
+from tests.emulated.models import CUDA, assert_same, least, step
+from tests.emulated.test_engine import state_of
+
+_KERNEL_SECONDS = 1e-5
+"""As the plan has it, whatever a kernel takes here: a usual time on a GPU."""
+_CALLS = ("cudaEventRecord", "cudaStreamWaitEvent", "cudaEventQuery")
+
+
+def usual(plan: MemGraph) -> MemGraph:
+    vertices = (
+        dataclasses.replace(v, duration=_KERNEL_SECONDS) if v.kind is VertexKind.KERNEL else v for v in plan.vertices
+    )
+    return dataclasses.replace(plan, vertices=tuple(vertices))
+
+
+def leaving(plan: MemGraph) -> int:
+    """Kernels that a copy waits for."""
+    kind = {vertex.id: vertex.kind for vertex in plan.vertices}
+    edges = {*plan.data_edges, *plan.memory_edges, *((u, v.id) for v in plan.vertices for u, _ in v.inputs)}
+    return len({u for u, v in edges if kind[u] is VertexKind.KERNEL and kind[v] is VertexKind.COPY})
+
+
+def counted(run: Any) -> dict[str, int]:
+    torch.cuda.synchronize()
+    before = device.counts()
+    run()
+    torch.cuda.synchronize()
+    return {name: number - before.get(name, 0) for name, number in device.counts().items()}
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_kernel_costs_little_beside_its_launch(lookahead: int) -> None:
+    """A LoRA step in the least memory. On one device the engine neither asks which is current nor sets it."""
+    base, _ = arena_llama(SMALL, dtype=torch.float32, attention="eager", source=CUDA)
+    batch = batch_for(SMALL["vocab_size"], 2, 16, CUDA)
+    model = least(with_adapter(base, rank=4, checkpointing=True), lambda m: step(m, batch))
+    expected = step(model, batch)
+    current, memory = state_of(model).memory.current, state_of(model).memory
+    assert current is not None
+    plan = usual(current.plan)
+    options = dataclasses.replace(current.engine, lookahead=lookahead)
+    before = current.use(current.make_executor(options, arenas=memory.arenas, plan=plan))
+    assert before is not None
+    before.close()
+    current.executor.invalidate()
+    step(model, batch)
+    got: dict[str, torch.Tensor] = {}
+    calls = counted(lambda: got.update(step(model, batch)))
+    got.pop("generator"), expected.pop("generator")
+    assert_same(got, expected)
+    kernels = sum(vertex.kind is VertexKind.KERNEL for vertex in plan.vertices)
+    copies = sum(calls.get(f"copy {way}", 0) for way in ("h2d", "d2h"))
+    told = f"{kernels} kernels, {copies} copies, {leaving(plan)} kernels before one, K = {lookahead}: " + ", ".join(
+        f"{calls.get(name, 0)} {name}" for name in _CALLS
+    )
+    print(told)
+    records = calls["cudaEventRecord"] - copies
+    # Where a copy waits for a kernel it does not wait for those that are queued behind it.
+    assert records >= leaving(plan), told
+    if lookahead == 0:
+        assert records >= kernels, told
+        return
+    # An event for each half of the window in time, one for each kernel that a copy waits for, and some in between.
+    assert records + calls.get("cudaStreamWaitEvent", 0) <= 0.6 * kernels, told
