@@ -11,6 +11,7 @@ from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.capture.step import capture_step
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.dequantise_again import dequantise_again
+from disco_accel.graph.recompute_again import recompute_again
 from disco_accel.graph.value_numbering import clones, without
 from tests.support.packed_linear import PackedLayers
 
@@ -44,7 +45,7 @@ def planned(budget: int, **kinds: bool) -> tuple[list[torch.Tensor], dict[str, A
 @pytest.mark.parametrize(("checkpointed", "saves"), [(False, False), (True, False), (False, True)])
 def test_planned_steps_have_eagers_bits_from_the_least_budget_to_all(checkpointed: bool, saves: bool) -> None:
     """In memory for all each weight is dequantised once, and nothing is computed that nobody reads; in the least memory
-    also a weight is dequantised again that autograd has saved."""
+    also a weight is dequantised again that autograd has saved, and activations are computed again."""
     kinds = {"checkpointed": checkpointed, "saves": saves}
     want = trained(PackedLayers(**kinds))
     with pytest.raises(BudgetTooSmall) as error:
@@ -53,13 +54,14 @@ def test_planned_steps_have_eagers_bits_from_the_least_budget_to_all(checkpointe
     captured = capture_step(model, {"x": batch(0)}, forward=model.forward).graph
     graph = dequantise_again(captured)
     assert saves == (len(graph.ops) > len(captured.ops))
+    most = len(dequantise_again(recompute_again(graph)).ops)
     found = clones(graph)
     values = sum(sum(v.sizes) for v in graph.vertices)
     for budget in (error.value.needed, values // 2, 2 * values):
         got, numbers = planned(budget, **kinds)
         assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         assert numbers["steps_compiled"] == STEPS and not numbers["fallbacks"]
-        assert numbers["kernels"] <= len(graph.ops)
+        assert numbers["kernels"] <= most
     figures = numbers["recomputation"]
     assert figures["kernels"] >= len(found) >= 7
     assert figures["dropped"] == figures["seconds"]
