@@ -89,14 +89,15 @@ def test_training_is_bitwise_eager_at_three_budgets(family: str, checkpointing: 
 
 
 def test_least_budget_reloads_weights() -> None:
-    """At the least budget the step really streams weights, and one byte less is refused."""
+    """At the least budget the step really streams weights, and a tenth less is refused. In one byte less there may be a
+    plan that keeps a value: the refusal names a budget in which all is computed again."""
     make = lambda: tiny_lora(checkpointing=True, layers=4)  # noqa: E731
     least = least_budget(make())
     model = prepare(make(), config(least))
     train(model, steps=1)
     assert stats(model)["reload_bytes"] > 0
     restore(model)
-    prepare(model, config(least - 256))
+    prepare(model, config(9 * least // 10))
     with pytest.raises(BudgetTooSmall):
         model(**random_batch())
 
