@@ -333,6 +333,8 @@ void Engine::Loop::refuse(Device& device, std::int32_t v, std::string message) {
   for (const StreamState& stream : schedule_.streams) {
     if (devices_[stream.device].get() != &device || stream.count == 0) continue;
     try {
+      // Kernels without a mark are looked at when they are asked for twice.
+      device.completed(stream.stream);
       device.completed(stream.stream);
     } catch (const std::exception&) {
       continue;  // the message at hand will do

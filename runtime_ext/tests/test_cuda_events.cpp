@@ -231,5 +231,26 @@ TEST(CudaEvents, AMarkThatIsRefusedFailsTheStepAlone) {
   }
 }
 
+// A kernel's fault is told by the next call, often a mark: kernels without an event are named all the same.
+TEST(CudaEvents, AFaultThatAnyCallTellsNamesKernelsInFlight) {
+  for (int at = 0; at < 60; ++at) {
+    Bench bench;
+    ProgramBuilder builder;
+    for (int v = 0; v < 40; ++v) {
+      builder.add(kernel(v, 30'000));
+      if (v > 0) builder.edge(v - 1, v);
+    }
+    Engine engine(std::move(builder).build(), one(std::move(bench.device)), bench.runner, {});
+    bench.cudart.calls = 0;
+    bench.cudart.sticky = true;
+    bench.cudart.fail_at = at;
+    engine.begin();
+    const Status status = engine.wait_end(kPatience);
+    if (bench.cudart.failed_call.empty()) break;
+    ASSERT_EQ(status, Status::kFailed) << "call " << at;
+    EXPECT_GT(engine.last_error().unfinished.in_flight_count, 0) << "call " << at;
+  }
+}
+
 }  // namespace
 }  // namespace disco::testing
