@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from transformers import SchedulerType
 from transformers.training_args import OptimizerNames
 
-from disco_accel.config.settings import read_yaml
+from disco_accel.config.strict_yaml import read_yaml
 from disco_accel.errors import ConfigError
 
 

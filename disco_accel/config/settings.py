@@ -1,9 +1,8 @@
 """DiscoConfig: all that a user can set, from files, the environment, or code.
 
-The only reader of YAML files in this package, and of the environment variables that config comes from;
-``tests/test_imports.py`` names other readers of variables. No torch is imported until ``DiscoConfig.resolve`` looks at
-the machine, and no YAML parser until a file is read, because this module is loaded whenever torch is (see
-``integrate/launch/import_hook.py``).
+The only reader of the environment variables that config comes from; ``tests/test_imports.py`` names other readers of
+variables. No torch is imported until ``DiscoConfig.resolve`` looks at the machine, and no YAML parser until a file is
+read, because this module is loaded whenever torch is (see ``integrate/launch/import_hook.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any, Literal
 
 from disco_accel.config.device_choice import count_of, gpus_of, resolve_device, smallest_gpu_bytes
 from disco_accel.config.keys import FORMER_KEYS, PARSERS, contradiction, unused_policy
+from disco_accel.config.strict_yaml import parse_yaml, read_yaml
 from disco_accel.errors import ConfigError
 from disco_accel.host_limits import host_limits, own_bytes
 from disco_accel.native.device_types import DEVICE_TYPES
@@ -32,8 +32,6 @@ AUTOLOAD_VARIABLE = "DISCO_AUTOLOAD"
 
 _OTHER_VARIABLES = (CONFIG_FILE_VARIABLE, DS_CONFIG_VARIABLE, LAUNCHER_VARIABLE, AUTOLOAD_VARIABLE, "DISCO_BUILD_EXT")
 _PREFIX = "DISCO_"
-_MOST_NODES = 1 << 20
-"""Of a YAML file, aliases expanded; a file of 1 MiB without any has no more."""
 _GENERATIONS = 4
 _LOCAL_PROCESSES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """As torchrun, DeepSpeed's launcher and two MPIs call the number of processes on this machine."""
@@ -168,7 +166,7 @@ class DiscoConfig:
         for name in sorted(environ):
             if name in known:
                 try:
-                    value = _parse_yaml(environ[name], name)
+                    value = parse_yaml(environ[name], name)
                     changes[known[name]] = value
                     cls(**{known[name]: value})
                 except ConfigError as error:
@@ -231,28 +229,6 @@ class DiscoConfig:
         if self.host_memory in ("auto", "shared"):
             return spare_host_memory(local_processes())
         return _resolve_size("host_memory", self.host_memory, host_memory_bytes(), "cpu", 1.0)
-
-
-def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The keys and values of a YAML (or JSON) file; nothing in it can run code, and no key may appear twice.
-
-    Raises:
-        ConfigError: the file is missing, larger than 1 MiB, not UTF-8, malformed, or not a mapping of names.
-    """
-    file = Path(path)
-    try:
-        if file.stat().st_size > 1 << 20:
-            raise ConfigError(f"{path}: larger than 1 MiB, which no config is")
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{path}: cannot be read: {reason}") from error
-    content = _parse_yaml(text, str(path))
-    if content is None:
-        raise ConfigError(f"{path}: the file is empty")
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"{path}: expected lines of the form key: value")
-    return content
 
 
 def split_yaml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], DiscoConfig | None]:
@@ -395,50 +371,6 @@ def _nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _parse_yaml(text: str, where: str) -> Any:
-    import yaml
-
-    class _Loader(yaml.SafeLoader):
-        """Safe, and refuses a key that appears twice, of which YAML would keep the last without a word."""
-
-    def mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"{where}: line {key.start_mark.line + 1}: key {key.value!r} appears twice")
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
-        loader.flatten_mapping(node)
-        return loader.construct_mapping(node, deep=True)
-
-    def expanded(node: yaml.Node | None, sizes: dict[int, int]) -> int:
-        """Nodes below and with ``node``, each alias counted as its nodes."""
-        if not isinstance(node, yaml.CollectionNode):
-            return 1
-        if id(node) not in sizes:
-            sizes[id(node)] = _MOST_NODES  # what holds itself has no end
-            parts = node.value if isinstance(node, yaml.SequenceNode) else [n for pair in node.value for n in pair]
-            sizes[id(node)] = 1 + sum(expanded(part, sizes) for part in parts)
-        return sizes[id(node)]
-
-    _Loader.add_constructor("tag:yaml.org,2002:map", mapping)
-    try:
-        loader = _Loader(text)
-        try:
-            root = loader.get_single_node()
-            if expanded(root, {}) >= _MOST_NODES:
-                raise ConfigError(f"{where}: aliases (*name) make it larger than {_MOST_NODES} entries; write less")
-            return None if root is None else loader.construct_document(root)
-        finally:
-            loader.dispose()
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}: " if mark is not None else ""
-        raise ConfigError(f"{where}: {line}not valid YAML: {getattr(error, 'problem', None) or error}") from error
-    except (RecursionError, ValueError, TypeError) as error:
-        raise ConfigError(f"{where}: not valid YAML: {error}") from error
 
 
 def _resolve_size(key: str, value: int | str, total: int, device: str, auto_share: float) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import NoReturn
 import torch
 
 from disco_accel.errors import ExecutionError, Stalled
+from disco_accel.execute.addresses import Memory
 from disco_accel.execute.arenas import arena_bytes, arenas_of, places_of
 from disco_accel.execute.early_end import HUNG, bring_home, failed_vertex, failure, last_error, stalled
 from disco_accel.execute.engine_events import Event, events_of
@@ -26,8 +26,8 @@ from disco_accel.execute.engine_options import (
     engine_settings,
     first_device,
 )
-from disco_accel.execute.final_location import FinalResidences
-from disco_accel.execute.program import Memory, Tables, external_dtypes, lower
+from disco_accel.execute.kept_values import KeptValues
+from disco_accel.execute.program import Tables, external_dtypes, lower
 from disco_accel.execute.state_homes import StateHomes, homes_of
 from disco_accel.execute.vertex_names import Describer
 from disco_accel.graph.check import after_gate
@@ -35,7 +35,7 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec
 from disco_accel.host_limits import require_left
 from disco_accel.measure.record import OpRecord
-from disco_accel.native.arena import alias, host_arena, touched_bytes
+from disco_accel.native.arena import host_arena, touched_bytes
 from disco_accel.native.backend import backend_of
 from disco_accel.native.engine_class import Engine, OpTable, make_engine, op_table
 from disco_accel.native.engine_numbers import EngineStatus
@@ -68,29 +68,6 @@ class _Externals:
     @property
     def storages(self) -> list[int]:
         return list(self.storage.values())
-
-
-class _KeptValues(dict[tuple[Ref, TensorSpec], torch.Tensor]):
-    """Kept values as tensors over the memory that they lie in after a step; each is looked up once."""
-
-    def __init__(self, graph: MemGraph, memory: Memory, states: StateHomes) -> None:
-        super().__init__()
-        self._graph, self._memory, self._states = graph, memory, states
-
-    @functools.cached_property
-    def _final(self) -> FinalResidences:
-        return FinalResidences(self._graph, self._states.planned)
-
-    def __missing__(self, key: tuple[Ref, TensorSpec]) -> torch.Tensor:
-        (ref, spec), memory = key, self._memory
-        where = self._final.of(ref)
-        if where.home is not None:
-            found = self._states.view(where.home, spec)
-        else:
-            arena = memory.host if where.device is None else memory.devices[where.device]
-            found = alias(arena, where.offset, where.size, spec)
-        self[key] = found
-        return found
 
 
 def _engine_of(
@@ -179,7 +156,7 @@ class Executor:
         tables = lower(memgraph, ops, records, self._memory, table)
         self._planned = tables.planned
         self._states = StateHomes(tables.states, homes, self._memory.devices, self._describer, cyclic=memgraph.cyclic)
-        self._kept = _KeptValues(memgraph, self._memory, self._states)
+        self._kept = KeptValues(memgraph, self._memory, self._states)
         late = after_gate(memgraph.vertices, (*memgraph.data_edges, *memgraph.memory_edges))
         self._early = _Externals({k: s for k, s in tables.externals.items() if k not in late})
         self._late = _Externals({k: s for k, s in tables.externals.items() if k in late})

@@ -12,7 +12,8 @@ import pytest
 
 from disco_accel.config import settings as module
 from disco_accel.config.keys import PARSERS
-from disco_accel.config.settings import DiscoConfig, host_memory_bytes, read_yaml, split_yaml
+from disco_accel.config.settings import DiscoConfig, host_memory_bytes, split_yaml
+from disco_accel.config.strict_yaml import read_yaml
 from disco_accel.errors import ConfigError
 from disco_accel.host_limits import HostLimit
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from disco_accel.errors import ExecutionError, GraphFileError, PlanError, VerifyError
-from disco_accel.execute.program import Memory, lower
+from disco_accel.execute.addresses import Memory
+from disco_accel.execute.program import lower
 from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.copies import swaps_in
 from disco_accel.graph.files import read_memgraph, read_taskgraph, write_memgraph, write_taskgraph

@@ -29,7 +29,7 @@ from disco_accel.step.state.step_key import step_key
 
 if TYPE_CHECKING:
     from disco_accel.capture.captured_step import CapturedStep, InputBinding
-    from disco_accel.capture.step import Forward
+    from disco_accel.capture.traced_modules import Forward
     from disco_accel.step.run.session import Session
 
 _KIND = "prefill"

@@ -13,7 +13,8 @@ import torch
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.parts import named_parts
-from disco_accel.capture.step import Forward, capture_forward, capture_step
+from disco_accel.capture.step import capture_forward, capture_step
+from disco_accel.capture.traced_modules import Forward
 from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import EngineOptions

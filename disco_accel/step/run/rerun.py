@@ -16,7 +16,7 @@ from disco_accel.capture.autocast import AutocastState, another_autocast, autoca
 from disco_accel.capture.checkpointing import never_reentrant
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.returned_fields import field_at
-from disco_accel.capture.step import UNREACHED
+from disco_accel.capture.traced_modules import UNREACHED
 from disco_accel.errors import CaptureError, ExecutionError
 from disco_accel.step.budget.grant_source import GrantChanged
 from disco_accel.step.compile.compiled_step import CompiledStep
