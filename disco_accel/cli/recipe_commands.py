@@ -196,6 +196,7 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     from disco_accel.step.compile.pipeline import PlannerSettings
     from disco_accel.step.compile.planned_step import plan_in_chunks
     from disco_accel.step.compile.stages import PlanRequest, Sharing, stages_text
+    from disco_accel.step.optimizer_home import TrainedBytes, keeps_masters
 
     outlined, costs, config = _outlined(options, parallel)
     given = outlined.budget(_memory(options, config))
@@ -203,7 +204,8 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     machine = _machine(options.device, config)
     settings = PlannerSettings(config.planner, config.policy, machine, deadline(options, config.deadline))
     given_on_host = config.host_memory if isinstance(config.host_memory, int) else None
-    settings = replace(settings, recompute=config.recompute, host_memory=given_on_host)
+    rounded = TrainedBytes.of(outlined.model, keeps_masters(config)).rounded
+    settings = replace(settings, recompute=config.recompute, host_memory=given_on_host, rounded=rounded)
     sharing = Sharing(_device_count(config), _parallel(config))
     more: dict[str, Any] = {}
 
@@ -227,7 +229,7 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     outlined = replace(outlined, captured=made.captured)
     for note in planned.notes:
         say(note)
-    more |= _figures(outlined, made, config)
+    more |= _figures(outlined, made, config, rounded)
     if options.passes:
         more["passes"] = [each.as_dict() for each in planned.applied]
     estimated_for = backend_of_kind(options.device).speed.name
@@ -245,18 +247,16 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     return dict(result.figures)
 
 
-def _figures(outlined: Any, made: StagedStep, config: DiscoConfig) -> dict[str, Any]:
-    """The figures of a plan beside its forecast. Raises ConfigError where the host memory of ``config`` is less than
-    the plan takes."""
+def _figures(outlined: Any, made: StagedStep, config: DiscoConfig, rounded: int) -> dict[str, Any]:
+    """The figures of a plan beside its forecast. ``rounded``: as of ``PlannerSettings``. Raises ConfigError where the
+    host memory of ``config`` is less than the plan takes."""
     from dataclasses import asdict
 
     from disco_accel.step.compile.budget_parts import host_memory_parts, require_host_memory
     from disco_accel.step.compile.compiled_step import shared_weights
-    from disco_accel.step.optimizer_home import TrainedBytes, keeps_masters
     from disco_accel.step.placement.shard_memory import packed_bytes
 
     planned, copies = made.planned, made.captured.copies
-    rounded = TrainedBytes.of(outlined.model, keeps_masters(config)).rounded
     packed = packed_bytes(shared_weights(outlined.captured), dict(outlined.model.named_parameters()))
     if isinstance(config.host_memory, int):
         require_host_memory(config.host_memory, planned.graph, planned.plan.host.memory, rounded, copies, packed)

@@ -124,3 +124,30 @@ def test_a_stored_plan_that_takes_too_much_of_the_host_is_made_anew(tmp_path: Pa
     assert [step.plan_cache for step in found] == [PlanCacheUse.MISS] * 2 + [PlanCacheUse.HIT]
     assert 0 < small.plan.host.memory <= large.plan.host.memory // 2
     assert again.plan == small.plan
+
+
+def test_fp32_masters_leave_less_of_the_host_to_kept_values() -> None:
+    """A plan that takes what they need is not refused where one that computes more again has room."""
+
+    def planned(room: int | str) -> CompiledStep:
+        config = DiscoConfig(
+            memory_budget=SMALL,
+            plan_cache=None,
+            quiet=True,
+            optimizer="host",
+            master_weights="fp32",
+            link_bandwidth="10GB/s",
+            device="cpu",
+            host_memory=room,
+        )
+        model = prepare(_Layers(True).bfloat16(), config)
+        x = torch.randn(2 * ROWS, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+        model(x).backward()
+        return _of_kind(model, CompiledStep, SMALL)
+
+    first = planned("1GiB")
+    rounded = first.settings.rounded
+    parts = host_memory_parts(first.captured.graph, rounded=rounded, copies=first.captured.copies)
+    assert parts["masters"] > 0 and first.plan.host.memory > parts["masters"]
+    second = planned(sum(parts.values()) + first.plan.host.memory - 256)
+    assert second.plan.host.memory < first.plan.host.memory

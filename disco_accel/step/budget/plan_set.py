@@ -135,10 +135,11 @@ class PlanSet:
             self.minimum = error.needed
             raise
         first = self._first
-        require_host_memory(self._host_memory, planned.graph, planned.plan.host.memory, copies=first.captured.copies)
+        offloaded, rounded = planned.plan.host.memory, first.settings.rounded
+        require_host_memory(self._host_memory, planned.graph, offloaded, rounded, first.captured.copies)
         if seconds is None:
             self.settled.add(total)
-        member = self.add(first.by(planned))
+        member = self.add(first.with_plan(planned))
         if seconds is not None:
             for kind in list(self.kinds):
                 self.make_more(member, kind, seconds)
@@ -155,7 +156,7 @@ class PlanSet:
         if planned is None or plain.host_bytes(planned.plan) > self._host_memory:
             return
         if not isinstance(sample, StepWithUpdate) or home_by_gate(planned.plan):
-            member.more[kind] = sample.by(planned, plain=plain, budget=plain.budget, clean=plain.clean)
+            member.more[kind] = sample.with_plan(planned, plain=plain, budget=plain.budget, clean=plain.clean)
 
     def find_limits(self, most: int, elsewhere: PlanningProcess) -> None:
         """Find ``minimum`` and ``max_useful``, of at most ``most`` bytes, and plans for both. Searches for seconds."""

@@ -71,7 +71,7 @@ class CompiledStep:
     runs = 0
     """Steps that have run from this plan. No field: a copy with another plan begins at 0."""
 
-    def by(self, planned: PlannedStep, **fields: Any) -> Self:
+    def with_plan(self, planned: PlannedStep, **fields: Any) -> Self:
         """The same step by another plan, with other ``fields``."""
         own: dict[str, Any] = {"graph": planned.graph, "plan": planned.plan, "budget": planned.budget, "loaded": None}
         own |= {"recomputation": planned.recomputation, "plan_cache": planned.cache_use, "groups": (-1, -1)}

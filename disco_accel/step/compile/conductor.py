@@ -62,6 +62,7 @@ class CompileOptions:
     planner: str
     policy: str
     engine: EngineOptions
+    rounded: int = 0
     plan_seconds: float | None = None
     plan_cache: str | None = None
     contexts: Sequence[Callable[[], Any]] = ()
@@ -190,7 +191,7 @@ def _compile(
     options.gather(captured.constants.values())
     packed = _packed_bytes(model, captured, options)
     offloaded = planned.plan.host.memory
-    require_host_memory(options.host_memory, planned.graph, offloaded, copies=captured.copies, packed=packed)
+    require_host_memory(options.host_memory, planned.graph, offloaded, options.rounded, captured.copies, packed)
     clean = host_bytes(model, captured, options.shard_memory)
     return CompiledStep(
         captured,
@@ -243,6 +244,7 @@ def _settings(options: CompileOptions) -> PlannerSettings:
         options.plan_seconds,
         recompute=options.recompute,
         host_memory=options.host_memory,
+        rounded=options.rounded,
     )
     if options.plan_cache is None:
         return settings

@@ -39,7 +39,8 @@ them, those of costs, arena and planner behind."""
 class PlannerSettings:
     """``planner``, ``policy`` and ``machine`` as in ``make_plan``. ``plan_seconds``: time for the search, or None for
     as much work as the graph is worth. ``cache``: plans of earlier runs, used again in an equal ``environment``.
-    ``recompute``: as in ``decide``. ``host_memory``: bytes that training may take on the host, None for any."""
+    ``recompute``: as in ``decide``. ``host_memory``: bytes that training may take on the host, None for any;
+    ``rounded``: bytes of the model's weights that have fp32 masters there."""
 
     planner: str = "timed"
     policy: str = "auto"
@@ -49,6 +50,7 @@ class PlannerSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
     recompute: str = "auto"
     host_memory: int | None = None
+    rounded: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ def _room_on_host(step: CapturedStep, settings: PlannerSettings) -> int:
     """Bytes of host memory that ``step`` leaves to values that are offloaded."""
     if settings.host_memory is None:
         return MAX_SIZE
-    return max(0, settings.host_memory - sum(host_memory_parts(step.graph, copies=step.copies).values()))
+    parts = host_memory_parts(step.graph, rounded=settings.rounded, copies=step.copies)
+    return max(0, settings.host_memory - sum(parts.values()))
 
 
 def _key(step: CapturedStep, settings: PlannerSettings) -> str:

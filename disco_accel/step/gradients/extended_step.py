@@ -43,7 +43,7 @@ class ExtendedStep:
         ``time.perf_counter``, and planned from ``recorded`` on."""
         seconds = {"record": recorded - began, "plan": time.perf_counter() - recorded}
         own = {"captured": self.captured, "records": self.records, "norms": self.norms, "budget": plain.budget}
-        step = plain.by(planned, seconds=seconds, **own)
+        step = plain.with_plan(planned, seconds=seconds, **own)
         return {field.name: getattr(step, field.name) for field in fields(CompiledStep)}
 
 

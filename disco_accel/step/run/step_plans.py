@@ -27,7 +27,6 @@ from disco_accel.shortage import met_shortage
 from disco_accel.sizes import format_size
 from disco_accel.step.budget.engine_memory import PlanKey
 from disco_accel.step.capture_lock import Gate, capturing
-from disco_accel.step.compile.budget_parts import require_host_memory
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.conductor import CompileOptions, PlanCheck, compile_step
 from disco_accel.step.compile.device_check import require_self_check
@@ -215,10 +214,6 @@ def _made(
             # Within the one capture at a time: a traced forward must not wait for another's modules.
             gates.enter_context(modules_wait(model))
             step = compiler(replace(options, say=stage, captured=gates.close))
-        rounded = state.setup.sizes.rounded
-        if rounded:
-            offloaded, copies = step.plan.host.memory, step.captured.copies
-            require_host_memory(options.host_memory, step.graph, offloaded, rounded, copies)
     return step
 
 
@@ -229,6 +224,7 @@ def _compile_options(state: Session, contexts: Sequence[ContextFactory]) -> Comp
         memory=state.budgets.grant.total,
         others=state.budgets.plan_sets.largest_outside,
         host_memory=state.setup.settings.host_memory,
+        rounded=state.setup.sizes.rounded,
         planner=state.setup.config.planner,
         policy=state.setup.config.policy,
         plan_seconds=state.setup.config.deadline,
