@@ -253,7 +253,7 @@ bool Engine::Loop::launch_kernel(Resource& resource, ReadyQueue& queue, std::int
       devices_[own.device]->wait(own.stream, schedule_.streams[stream_of_[p]].stream, token_of_[p]);
     }
   } catch (const std::exception& error) {
-    stop(Status::kFailed, v, what_of(error));
+    refuse(*devices_[own.device], v, what_of(error));
     return false;
   }
   if (!launch(v, stream)) return false;

@@ -106,7 +106,7 @@ struct Resource {
 };
 
 // What a stream that can take them has queued behind its running kernel. A GPU never idles if the loop thread
-// comes back before the queue is empty, that is within half of this, since completions are told by halves: a
+// comes back before the queue is empty. It hears of completions once for each half, so it has half of this: a
 // turn submits some 3 kernels to each other device and 2 pieces to each lane, at 5 to 20 us each. Plans say
 // more than a kernel's time where its launch takes longer, so that the queue may last half as long. A longer
 // one gains nothing and delays the end of a step that is given up.

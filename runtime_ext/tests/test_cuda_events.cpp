@@ -74,20 +74,25 @@ VertexDesc kernel(std::int32_t op, std::int64_t ns) {
   return vertex;
 }
 
+// Kernels of so many nanoseconds, each behind the one before.
+Program chain_of(int kernels, std::int64_t ns) {
+  ProgramBuilder builder;
+  for (int v = 0; v < kernels; ++v) {
+    builder.add(kernel(v, ns));
+    if (v > 0) builder.edge(v - 1, v);
+  }
+  return std::move(builder).build();
+}
+
 TEST(CudaEvents, AChainOfShortKernelsCostsFewCallsBesideTheirLaunches) {
   constexpr int kKernels = 1000;
   constexpr std::int64_t kNs = 10'000;
   for (const int lookahead : {0, 1, 2}) {
     Bench bench;
-    ProgramBuilder builder;
-    for (int v = 0; v < kKernels; ++v) {
-      builder.add(kernel(v, kNs));
-      if (v > 0) builder.edge(v - 1, v);
-    }
     EngineOptions options;
     options.lookahead = lookahead;
     bench.cudart.named.clear();
-    Engine engine(std::move(builder).build(), one(std::move(bench.device)), bench.runner, options);
+    Engine engine(chain_of(kKernels, kNs), one(std::move(bench.device)), bench.runner, options);
     engine.begin();
     ASSERT_EQ(engine.wait_end(kPatience), Status::kDone) << engine.last_error().message;
     EXPECT_EQ(bench.runner.done.size(), static_cast<std::size_t>(kKernels));
@@ -210,12 +215,7 @@ TEST(CudaEvents, TheRingIsUsedAgainOnlyWhereItsKernelsHaveEnded) {
 TEST(CudaEvents, AMarkThatIsRefusedFailsTheStepAlone) {
   for (int at = 0; at < 60; ++at) {
     Bench bench;
-    ProgramBuilder builder;
-    for (int v = 0; v < 40; ++v) {
-      builder.add(kernel(v, 30'000));
-      if (v > 0) builder.edge(v - 1, v);
-    }
-    Engine engine(std::move(builder).build(), one(std::move(bench.device)), bench.runner, {});
+    Engine engine(chain_of(40, 30'000), one(std::move(bench.device)), bench.runner, {});
     bench.cudart.calls = 0;
     bench.cudart.fail_at = at;
     engine.begin();
@@ -235,12 +235,7 @@ TEST(CudaEvents, AMarkThatIsRefusedFailsTheStepAlone) {
 TEST(CudaEvents, AFaultThatAnyCallTellsNamesKernelsInFlight) {
   for (int at = 0; at < 60; ++at) {
     Bench bench;
-    ProgramBuilder builder;
-    for (int v = 0; v < 40; ++v) {
-      builder.add(kernel(v, 30'000));
-      if (v > 0) builder.edge(v - 1, v);
-    }
-    Engine engine(std::move(builder).build(), one(std::move(bench.device)), bench.runner, {});
+    Engine engine(chain_of(40, 30'000), one(std::move(bench.device)), bench.runner, {});
     bench.cudart.calls = 0;
     bench.cudart.sticky = true;
     bench.cudart.fail_at = at;
