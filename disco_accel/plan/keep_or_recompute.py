@@ -4,7 +4,8 @@ A checkpointed forward runs twice, and a dequantised weight is made anew for eac
 first kernel to the readers of the second takes memory in between, or its way to the host and back. Minimum cuts at
 several prices of memory (``recompute_cut.py``) give sets of kernels to leave out, each larger than the one before.
 Leaving out more saves seconds as long as there is memory, and costs copies from there on: drafts find the set with the
-shortest step. It is planned from scratch, and so is the graph as it was written, unless its kernels alone take longer.
+shortest step. Its drafts become the plan where they have offsets. Otherwise it is planned from scratch. The graph as it
+was written is planned too, unless its kernels or its drafts take longer.
 """
 
 from __future__ import annotations
@@ -58,8 +59,7 @@ _FINEST = 0.2
 """The search ends at prices that differ by so many halvings."""
 
 _FAR = 1.03
-"""The graph as it was written is not planned if its drafts, in all of the memory, take so many times as long as the
-best plan."""
+"""A graph whose drafts, in all of the memory, take so many times as long as the best plan is not planned beside it."""
 
 _AS_FAST = 1.0001
 """Of plans whose times differ by less the one that swaps less is taken."""
@@ -303,10 +303,10 @@ class _Choice:
         for chosen in dict.fromkeys((self.written, ())):
             may_gain = self._compute(chosen) < self.makespan and not self._is_slow(chosen)
             if chosen not in self.planned and (self.best is None or may_gain):
-                self._plan(chosen, self._whole_work(finds_needed=self._is_bare and not chosen))
+                self._plan(chosen, self._whole_work(finds_needed=self._has_no_plan and not chosen))
 
     @property
-    def _is_bare(self) -> bool:
+    def _has_no_plan(self) -> bool:
         """Whether there is no plan yet."""
         return self.best is None and self.too_much is None
 
