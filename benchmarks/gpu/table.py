@@ -48,6 +48,24 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def first_screen_lines(result: Mapping[str, Any]) -> list[str]:
+    """The README's lines: each case's steps of ours beside the checkpointed step of eager in memory."""
+    rows = {row["stage"]: row["figures"] for row in result["rows"] if row["status"] == "ok"}
+    lines = []
+    for case, title in CASES.items():
+        eager = rows.get(f"{case}_eager")
+        for name, figures in rows.items():
+            budget = name.removeprefix(f"{case}_ours_")
+            if eager is None or budget == name:
+                continue
+            words = title.removeprefix("LoRA, ").removesuffix(", rank 16")
+            beside = f"{eager['seconds']:.3g} s, {size_cell(eager['used'])}"
+            ours = f"{figures['seconds']:.3g} s, {size_cell(figures['used'])}"
+            card = result["machine"].partition(",")[0]
+            lines.append(f"| {words} | {beside} | {ours} | {budget} | {card}, {result['date']} |")
+    return lines
+
+
 def _line(name: str, row: Mapping[str, Any]) -> str:
     title = f"disco, {name.removeprefix('ours_')}" if name.startswith("ours_") else _TITLES[name]
     figures = row["figures"]

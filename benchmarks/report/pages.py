@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -47,8 +48,8 @@ CARDS = (
     "a LoRA step of rank 16 on all projections, activations checkpointed, at the speeds of an RTX 4090 behind 25 GB/s "
     "each way. For each card: the step over that of a card that held all, and the bytes loaded each step"
 )
-_QUIET = 2.5
-"""A load average above which a machine was doing something else as well."""
+_QUIET = 1.25
+"""A load average of each core above which a machine was doing something else as well."""
 
 
 def section(folder: Path) -> str:
@@ -94,8 +95,12 @@ def first_screen(folder: Path) -> str:
     Raises:
         ConfigError: as ``section``.
     """
-    found = [result for result in _results(folder) if _place(result) == 0 and result["benchmark"] == "step"]
-    lines = [line for result in found for line in _gpu_lines(result)]
+    lines = []
+    for result in _results(folder):
+        if _place(result) == 0 and result["benchmark"] == "step":
+            lines += _gpu_lines(result)
+        elif _place(result) == 0 and result["benchmark"] == "gpu":
+            lines += gpu_table.first_screen_lines(result)
     return "\n".join([GPU_HEADER, *lines]) if lines else NOT_ON_GPU_SHORT
 
 
@@ -156,7 +161,8 @@ def _table(result: Mapping[str, Any]) -> str:
 
 def _origin(result: Mapping[str, Any]) -> str:
     busy = "" if result["simulated"] else f", load {result['load']:g}"
-    if not result["simulated"] and result["load"] > _QUIET:
+    cores = re.search(r"(\d+) cores", result["machine"])
+    if not result["simulated"] and result["load"] > _QUIET * (int(cores[1]) if cores else 2):
         busy += " (busy: the times are not worth quoting)"
     return f"{result['machine']}{busy}; {result['date']}"
 
