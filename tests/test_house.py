@@ -13,6 +13,7 @@ from typing import Any
 from tests.test_imports import CODE, PACKAGE, ROOT, imports, name_of
 
 ENTRY_POINTS = {
+    "disco_accel.fuse.compiler": "the process that compiles fused kernels",
     "disco_accel": "the public names",
     "disco_accel.cli.main": "the console script",
     "disco_accel.autoload": "called at the end of `import torch`",

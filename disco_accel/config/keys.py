@@ -213,6 +213,7 @@ PARSERS: dict[str, Parser] = {
     "micro_batches": _count(1),
     "chunks": _chunks,
     "recompute": _one_of("auto", "as-written"),
+    "fuse": _auto_or_off,
     "link_bandwidth": _bandwidth,
     "compute_threads": _count(1, optional=True),
     "self_check": _auto_or_off,

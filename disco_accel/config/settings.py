@@ -84,6 +84,7 @@ class DiscoConfig:
     micro_batches: int = 1
     chunks: int | Literal["auto"] = 1
     recompute: str = "auto"
+    fuse: str = "auto"
     link_bandwidth: float | str | None = None
     compute_threads: int | None = None
     self_check: str = "auto"

@@ -16,7 +16,7 @@ from disco_accel.graph.copies import is_resident_range, is_transfer, ranged_valu
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.spaces import NAME_OF, routes
-from disco_accel.graph.taskgraph import OpCall, Ref, TaskGraph, Vertex, VertexKind, tensor_args
+from disco_accel.graph.taskgraph import OpCall, Ref, TaskGraph, Vertex, VertexKind, is_fused, tensor_args
 from disco_accel.graph.values import (
     arrives_at_gate,
     changes_over_steps,
@@ -35,7 +35,14 @@ from disco_accel.native.engine_numbers import (
     ResultMode,
     VertexFlag,
 )
-from disco_accel.native.op_encoding import dispatcher_overload, encode_args, encode_out_call, encode_spec, label
+from disco_accel.native.op_encoding import (
+    dispatcher_overload,
+    encode_args,
+    encode_fused_call,
+    encode_out_call,
+    encode_spec,
+    label,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +344,9 @@ class _Lowering:
 
         if record.native_out:
             outputs = {r.output: self._storages.written(vertex, r.output) for r in call.results if r is not None}
+            if is_fused(call):
+                args = encode_fused_call(call, record.kernel, storage_of, outputs)
+                return int(self._ops.add_op(call.name, "", args, label(call)))
             native = encode_out_call(call, storage_of, outputs)
             if native is None:
                 raise ExecutionError(f"{label(call)} was recorded with an out overload that this PyTorch lacks")

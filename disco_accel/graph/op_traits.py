@@ -35,6 +35,8 @@ class _OpTraits:
 
     pointwise: bool = False
     """An element is computed from the same elements of the inputs: a plan may let the result replace any of them."""
+    fuses: bool = False
+    """A result's element is computed from single elements of the inputs: kernels of such ops may become one."""
     row_by_row: bool = False
     """The same along a last dimension of stride 1: a row is read to its end before it is written."""
     same_calls: Mapping[str, tuple[str, str]] = field(default_factory=lambda: MappingProxyType({}))
@@ -88,7 +90,9 @@ def _rows() -> Iterator[tuple[str, dict[str, Any]]]:
         "add sub mul div neg pow exp rsqrt reciprocal cos sin where masked_fill silu silu_backward gelu gelu_backward "
         "tanh tanh_backward sigmoid sigmoid_backward",
         pointwise=True,
+        fuses=True,
     )
+    yield from _all("_to_copy clone cat slice_backward constant_pad_nd", fuses=True)
     yield from _all("_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data", row_by_row=True)
     # ATen wraps the number of a Scalar overload and calls the Tensor one, or the other way round.
     for base in ("add", "sub", "mul", "div"):

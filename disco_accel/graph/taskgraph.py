@@ -120,7 +120,9 @@ class OpCall:
     number where the schema wants a Tensor is a wrapped number, as in ``x * 2``: it takes part in type promotion as a
     Python scalar does. ``results`` has one entry per returned tensor in order; ``None`` where nobody reads it and it
     owns no output. ``module`` is the dotted path of the module that issued the op ("" if unknown), for messages.
-    ``rng``: the op draws random numbers.
+    ``rng``: the op draws random numbers. ``body``: of a fused kernel, the calls that it computes in one, in order. A
+    ``TensorArg`` there has the number of a tensor among ``args`` or, behind these, of an earlier call of the body; the
+    output of a result there is -1 where it is not written.
     """
 
     name: str
@@ -129,6 +131,12 @@ class OpCall:
     results: tuple[OpResult | None, ...]
     module: str = ""
     rng: RngSite | None = None
+    body: tuple[OpCall, ...] = ()
+
+
+def is_fused(call: OpCall) -> bool:
+    """Whether ``call`` is of a kernel that computes several calls in one."""
+    return bool(call.body)
 
 
 @dataclass(frozen=True, slots=True)

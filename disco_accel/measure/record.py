@@ -47,6 +47,7 @@ class OpRecord:
     ``allocations``: of the call that will run, in order. ``scratch_bytes``: room for those that are no output.
     ``loose_bytes``: the end of the scratch, for an op whose further temporaries depend on the values it is given.
     ``seconds``: median of a few runs. ``elsewhere``: outputs that are made on another device, which nobody needs.
+    ``kernel``: of a fused call, the engine's handle of its kernel.
     """
 
     native_out: bool
@@ -55,6 +56,7 @@ class OpRecord:
     seconds: float
     loose_bytes: int = 0
     elsewhere: frozenset[int] = frozenset()
+    kernel: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def record(
 
 
 def _record_on(
-    where: torch.device, graph: TaskGraph, kernels: Sequence[Vertex], threads: int | None
+    where: torch.device, graph: TaskGraph, kernels: Sequence[Vertex], compute_threads: int | None
 ) -> dict[int, OpRecord]:
     backend = backend_of(where)
     backend.prepare()
@@ -119,7 +121,7 @@ def _record_on(
     records: dict[int, OpRecord] = {}
     # The engine runs ops outside any autocast region; the casts of the captured one are ops of the graph.
     outside = torch.autocast(where.type, enabled=False)
-    with _threads(threads), outside:
+    with threads(compute_threads), outside:
         for vertex in kernels:
             call = graph.ops[vertex.id]
             signature = _signature(vertex, call, vertices)
@@ -150,7 +152,8 @@ def measurements(records: Mapping[int, OpRecord]) -> GraphPass:
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def threads(count: int | None) -> Iterator[None]:
+    """Inside, ops run on ``count`` intra-op threads; None: on as many as before."""
     before = torch.get_num_threads()
     if count is None or count == before:
         yield
@@ -330,18 +333,24 @@ def _try_out(
         # It resized an output, which the functional call's result never needs.
         return None
     for (expected, _), result in zip(reference.results, signature.call.results, strict=True):
-        if expected is None or result is None or not _same_bits(expected, _view(outputs[result.output], result.spec)):
+        if (
+            expected is None
+            or result is None
+            or not same_bits(expected, view_of_buffer(outputs[result.output], result.spec))
+        ):
             return None
     return op, _pack({}, call)
 
 
-def _view(buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def view_of_buffer(buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The bytes of ``buffer`` as ``spec`` has them."""
     dtype = getattr(torch, spec.dtype)
     flat = torch.empty(0, dtype=dtype, device=buffer.device)
     return flat.set_(buffer.untyped_storage(), spec.offset, spec.shape, spec.stride)
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether both have the same data type, shape and bits."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     with torch.no_grad():

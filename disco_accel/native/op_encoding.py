@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from disco_accel.graph.op_traits import op_traits
-from disco_accel.graph.taskgraph import Arg, EnumArg, OpCall, TensorArg, TensorSpec
+from disco_accel.graph.taskgraph import Arg, EnumArg, OpCall, TensorArg, TensorSpec, is_fused
 
 Encoded = Any
 """A nested tuple as described above."""
@@ -43,8 +43,20 @@ def encode_args(call: OpCall, storage_of: Callable[[int], int]) -> Encoded:
     return tuple(encode_arg(arg, storage_of) for arg in call.args)
 
 
+def encode_fused_call(
+    call: OpCall, kernel: int, storage_of: Callable[[int], int], out_storages: Mapping[int, int]
+) -> Encoded:
+    """The arguments of a fused kernel, whose handle is ``kernel``: the tensors that it reads, and those it writes."""
+    reads = [encode_arg(arg, storage_of) for arg in call.args]
+    writes = [encode_spec(out_storages[result.output], result.spec) for result in call.results if result is not None]
+    return kernel, ("list", *reads), ("list", *writes)
+
+
 def label(call: OpCall) -> str:
-    """The op in messages: its name and the module that issued it."""
+    """The op in messages: its name and the module that issued it; of a fused kernel the ops that it computes."""
+    if is_fused(call):
+        ops = [inner.name.partition("::")[2] for inner in call.body]
+        return f"{call.name} ({', '.join(ops)}){f' in {call.module}' if call.module else ''}"
     name = call.name if call.overload == "default" else f"{call.name}.{call.overload}"
     return f"{name} in {call.module}" if call.module else name
 

@@ -153,7 +153,7 @@ def _calls_to_list(graph: TaskGraph) -> list[list[Any]]:
     numbers: dict[str, int] = {}
     calls: list[list[Any]] = []
     for vertex, call in graph.ops.items():
-        text = repr((call.overload, call.args, call.results))
+        text = repr((call.overload, call.args, call.results, call.body))
         rng = None if call.rng is None else [call.rng.slot, call.rng.replay]
         calls.append([vertex, call.name, numbers.setdefault(text, len(numbers)), rng])
     return calls

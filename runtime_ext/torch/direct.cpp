@@ -1,6 +1,5 @@
 #include "direct.h"
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -114,12 +113,7 @@ struct Builder {
   bool (*is_external)(const void*, const c10::StorageImpl*);
   const void* context;
 
-  Operand operand(const at::Tensor& tensor) const {
-    const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-    const std::int64_t offset = tensor.storage_offset() * static_cast<std::int64_t>(tensor.element_size());
-    if (is_external(context, storage)) return {nullptr, storage, offset};
-    return {static_cast<std::byte*>(storage->data_ptr().get()) + offset, nullptr, 0};
-  }
+  Operand operand(const at::Tensor& tensor) const { return operand_of(tensor, is_external, context); }
 };
 
 bool is_plain(const at::Tensor& tensor) {
@@ -369,6 +363,14 @@ constexpr std::array<Rule, 12> kRules = {{
 }};
 
 }  // namespace
+
+Operand operand_of(const at::Tensor& tensor,
+                   bool (*is_external)(const void* context, const c10::StorageImpl*), const void* context) {
+  const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  const std::int64_t offset = tensor.storage_offset() * static_cast<std::int64_t>(tensor.element_size());
+  if (is_external(context, storage)) return {nullptr, storage, offset};
+  return {static_cast<std::byte*>(storage->data_ptr().get()) + offset, nullptr, 0};
+}
 
 std::optional<DirectCall> direct_call(const std::string& name, const std::string& overload,
                                       const std::vector<IValue>& args,

@@ -6,6 +6,7 @@
 // them for every op that a plan uses, and falls back on the dispatcher where they differ.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/StorageImpl.h>
 
@@ -28,6 +29,10 @@ struct Operand {
     return static_cast<std::byte*>(external->data_ptr().get()) + offset;
   }
 };
+
+// Where `tensor` begins. `is_external` says whether a storage's pointer changes.
+Operand operand_of(const at::Tensor& tensor,
+                   bool (*is_external)(const void* context, const c10::StorageImpl*), const void* context);
 
 // A part of the output that is copied from an input: loop sizes and strides (in elements, innermost first).
 struct CopiedPart {

@@ -179,7 +179,7 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
                  std::to_string(schema.size()));
   }
   const Backend& backend = backend_of(place_.side);
-  PreparedOp op{*handle, place_, {}, {}, {}, {}, {}, false, backend.kernels(), label, {}};
+  PreparedOp op{*handle, place_, {}, {}, {}, {}, {}, {}, false, backend.kernels(), label, {}};
   for (std::size_t i = 0; i < schema.size(); ++i) {
     try {
       op.args.push_back(decode(encoded[i], schema[i].type()));
@@ -192,6 +192,8 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
   const auto external = [](const void* table, const c10::StorageImpl* storage) {
     return static_cast<const OpTable*>(table)->is_external(storage);
   };
+  if (name == kFusedOp && fused_kernel_is_for(op.args, place_.device.type()))
+    op.fused = fused_call(op.args, external, this);
   if (backend.computes_small_ops()) op.direct = direct_call(name, overload, op.args, external, this);
   // Grows this thread's stack once, here: a step must not.
   scratch_stack().reserve(64);
@@ -297,6 +299,10 @@ void OpTable::run(std::int32_t index) const {
   const PreparedOp& op = ops_[static_cast<std::size_t>(index)];
   if (op.direct) {
     op.direct->run();
+    return;
+  }
+  if (op.fused) {
+    op.fused->run();
     return;
   }
   std::optional<ThreadGuards> guards;

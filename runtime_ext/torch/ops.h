@@ -19,6 +19,7 @@
 #include "../core/program.h"
 #include "backend.h"
 #include "direct.h"
+#include "fused.h"
 #include "planned_alloc.h"
 #include "rng.h"
 
@@ -49,6 +50,7 @@ struct PreparedOp {
   c10::OperatorHandle handle;
   Place place;
   std::optional<DirectCall> direct;
+  std::optional<FusedCall> fused;
   std::vector<c10::IValue> args;
   std::vector<ExpectedResult> results;
   std::vector<PlannedBlock> schedule;

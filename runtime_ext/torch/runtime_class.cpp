@@ -317,6 +317,9 @@ TORCH_LIBRARY(disco_accel, m) {
   m.def("is_arena", [](const at::Tensor& tensor) { return in_planned_range(tensor.const_data_ptr()); });
   m.def("engine_numbers", &engine_numbers);
   m.def("direct_ops", &direct_ops);
+  m.def("fused(int kernel, Tensor[] reads, Tensor(a!)[] writes) -> ()", &run_fused);
+  m.def("fused_host_kernel", &fused_host_kernel);
+  m.def("fused_cuda_kernel", &fused_cuda_kernel);
   m.def("number_wrapping_ops", &number_wrapping_ops);
   m.def("peer_path", [](const std::string& from, const std::string& to) {
     return static_cast<std::int64_t>(peer_path(c10::Device(from), c10::Device(to)));

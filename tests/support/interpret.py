@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from disco_accel.errors import ExecutionError
+from disco_accel.fuse.evaluate import evaluate
 from disco_accel.graph.taskgraph import (
     Arg,
     EnumArg,
@@ -20,6 +21,7 @@ from disco_accel.graph.taskgraph import (
     TensorSpec,
     Vertex,
     VertexKind,
+    is_fused,
 )
 from disco_accel.graph.values import must_survive_step, overwrites
 
@@ -104,6 +106,13 @@ def _own_bytes(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _run(vertex: Vertex, call: OpCall, values: dict[Ref, torch.Tensor], over: Ref | None) -> None:
+    if is_fused(call):
+        args = [_argument(arg, [values[ref] for ref in vertex.inputs]) for arg in call.args]
+        for result, made in zip(call.results, evaluate(call, args), strict=True):
+            assert result is not None
+            values[vertex.id, result.output] = torch.empty(vertex.sizes[result.output], dtype=torch.uint8)
+            view(values[vertex.id, result.output], result.spec).copy_(made)
+        return
     where = f"vertex {vertex.id} {call.name}.{call.overload} in module {call.module or '?'}"
     namespace, name = call.name.split("::")
     op = getattr(getattr(getattr(torch.ops, namespace), name), call.overload)

@@ -9,6 +9,8 @@ from itertools import pairwise
 
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import arena_bytes
+from disco_accel.graph.taskgraph import OpCall
+from disco_accel.measure.fused_kernels import Fusing
 from disco_accel.plan import Machine
 from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.simulate.simulator import simulate
@@ -68,6 +70,8 @@ class PlanSet:
         """One step of each kind that was run."""
         self.dropped: list[CompiledStep] = []
         """Plain steps that are not kept any more."""
+        self.runs: set[OpCall] = set()
+        """Of its plans' graphs, whose kernels are being compiled."""
         self.settled: set[int] = set()
         """Budgets that a thorough search has been through."""
         self._host_memory, self._first, self._lock = host_memory, first, threading.Lock()
@@ -75,6 +79,18 @@ class PlanSet:
         self._chosen: tuple[int, Member] | None = None
         self.add(first)
         self.settled.add(first.budget.total)
+
+    def runs_to_compile(self) -> set[OpCall]:
+        """The runs of the plans whose kernels nobody has measured."""
+        fusing = self._first.settings.fusing
+        if fusing is None:
+            return set()
+        return {call for member in self.members() for call in fusing.unknown(member.plain.graph)}
+
+    @property
+    def fusing(self) -> Fusing | None:
+        """Kernels that its plans may use."""
+        return self._first.settings.fusing
 
     def fitting(self, total: int) -> Member | None:
         """The plan to run within ``total`` bytes: the fastest, or one as fast that takes less. None: none fits."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError
 from disco_accel.gc_pause import collector_left_alone
+from disco_accel.graph.taskgraph import OpCall
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.step.budget.grant import Grant
@@ -59,6 +60,31 @@ class PlanSets:
             self._by_key[key] = plan_set
             if self._grant.shared:
                 self.maker.spread(plan_set, self._grant.most)
+            self._begin_fusing(plan_set)
+
+    def _begin_fusing(self, plan_set: PlanSet) -> None:
+        if plan_set.fusing is not None:
+            plan_set.runs = plan_set.runs_to_compile()
+            plan_set.fusing.begin(plan_set.runs, logger.info)
+
+    def compiled_runs(self, key: Hashable) -> set[OpCall]:
+        """Runs of the step under ``key`` whose kernels have been compiled beside it: they are to be measured now, while
+        nothing runs, and ``use_fused`` called then."""
+        plan_set = self._by_key.get(key)
+        if plan_set is None or not plan_set.runs or plan_set.fusing is None:
+            return set()
+        if plan_set.fusing.failed:
+            plan_set.runs = set()
+        return plan_set.runs if plan_set.fusing.compiled(plan_set.runs) else set()
+
+    def use_fused(self, key: Hashable) -> None:
+        """The kernels of ``compiled_runs`` are measured: plans with them are made beside the steps."""
+        plan_set = self._by_key[key]
+        # Some may have to be tried otherwise.
+        self._begin_fusing(plan_set)
+        if not plan_set.runs:
+            for total in plan_set.totals():
+                self.maker.ask(plan_set, total)
 
     def plan(self, key: Hashable) -> CompiledStep | None:
         """The plan under ``key`` for the budget as it is; None if the step is not known. Raises BudgetTooSmall."""
@@ -164,7 +190,7 @@ class PlanSets:
     def _ask(self, plan_set: PlanSet) -> None:
         total = plan_set.worth(self._grant.total)
         if total is not None:
-            self.maker.ask(plan_set, total)
+            self.maker.ask(plan_set, total, instead=True)
 
 
 class _PlanMaker:
@@ -175,7 +201,7 @@ class _PlanMaker:
     def __init__(self, limits_found: Callable[[], None]) -> None:
         """``limits_found``, a method that is not kept alive, is called in the thread when a plan set's ``minimum`` and
         ``max_useful`` are known."""
-        self._asked: dict[PlanSet, int] = {}
+        self._asked: dict[tuple[PlanSet, int], None] = {}
         self._spread: dict[PlanSet, int] = {}
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -192,10 +218,12 @@ class _PlanMaker:
         with self._lock:
             return not (self._busy or self._asked or self._spread)
 
-    def ask(self, plan_set: PlanSet, total: int) -> None:
-        """Ask for a plan for ``total`` bytes, in the place of an earlier request for ``plan_set``."""
+    def ask(self, plan_set: PlanSet, total: int, *, instead: bool = False) -> None:
+        """Ask for a plan for ``total`` bytes; ``instead``: in the place of earlier requests for ``plan_set``."""
         with self._lock:
-            self._asked[plan_set] = total
+            if instead:
+                self._asked = {each: None for each in self._asked if each[0] is not plan_set}
+            self._asked[plan_set, total] = None
         self._begin()
 
     def spread(self, plan_set: PlanSet, most: int) -> None:
@@ -223,8 +251,11 @@ class _PlanMaker:
             if not self._busy:
                 return False
             asked = bool(self._asked)
-            plan_set = next(iter(self._asked or self._spread))
-            total = self._asked.pop(plan_set) if asked else self._spread[plan_set]
+            if asked:
+                plan_set, total = next(iter(self._asked))
+                del self._asked[plan_set, total]
+            else:
+                plan_set, total = next(iter(self._spread.items()))
         try:
             if asked:
                 self._make(plan_set, total)

@@ -66,6 +66,8 @@ class CompiledStep:
     """Kernels that run in chunks: sums and products of parts may round otherwise than in one piece."""
     recomputation: Recomputation | None = None
     """The part of it that the plan drops; None: the step repeats nothing."""
+    fused: Mapping[int, OpRecord] = field(default_factory=dict)
+    """Of fused kernels, which ``graph`` has in the place of kernels of ``captured``."""
     parameters: dict[str, torch.nn.Parameter] | None = None
     """The model's trainable parameters by name, looked up at the first run."""
     runs = 0
@@ -75,6 +77,7 @@ class CompiledStep:
         """The same step by another plan, with other ``fields``."""
         own: dict[str, Any] = {"graph": planned.graph, "plan": planned.plan, "budget": planned.budget, "loaded": None}
         own |= {"recomputation": planned.recomputation, "plan_cache": planned.cache_use, "groups": (-1, -1)}
+        own["fused"] = planned.fused
         own["seconds"] = {"record": self.seconds["record"], **planned.seconds}
         return replace(self, **(own | fields))
 
@@ -108,7 +111,7 @@ class CompiledStep:
         return Executor(
             plan or self.plan,
             self.graph.ops,
-            self.records,
+            {**self.records, **self.fused},
             clean=self.clean,
             options=options,
             arena=arenas,
@@ -181,8 +184,9 @@ class CompiledStep:
         """Sum of the durations of the busiest device's kernels, each measured alone."""
         seconds: dict[int, float] = {}
         for vertex in self.graph.vertices:
-            if vertex.id in self.records:
-                seconds[vertex.space] = seconds.get(vertex.space, 0.0) + self.records[vertex.id].seconds
+            record = self.fused.get(vertex.id) or self.records.get(vertex.id)
+            if record is not None:
+                seconds[vertex.space] = seconds.get(vertex.space, 0.0) + record.seconds
         devices = (device.id for device in self.plan.devices if not device.is_host_device)
         return max((seconds.get(device, 0.0) for device in devices), default=0.0)
 

@@ -23,6 +23,7 @@ from disco_accel.graph.spaces import BETWEEN_DEVICES, TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.traits import FOREIGN, Traits
 from disco_accel.measure.costs import Measured
+from disco_accel.measure.fused_kernels import fusing_on
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.plan import Machine
 from disco_accel.plan.plan_cache import PlanCache
@@ -31,7 +32,7 @@ from disco_accel.sizes import format_size
 from disco_accel.step.compile.budget_parts import Budget, leaving_bytes, outputs_bytes, require_host_memory
 from disco_accel.step.compile.compiled_step import CompiledStep, host_bytes, shared_weights
 from disco_accel.step.compile.fitted_batch import FittedBatch
-from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings
+from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings, with_fused_kernels
 from disco_accel.step.compile.planned_step import plan_in_chunks
 from disco_accel.step.compile.stages import Chunks, PlanRequest, Sharing, whole_step
 from disco_accel.step.placement.shard_memory import ShardMemory, packed_bytes
@@ -54,6 +55,7 @@ class CompileOptions:
     that a step loads, and that no attribute holds, where it loads them from fast. ``devices`` share the step, each
     with ``memory``. ``shards``: name of a weight → the dimension that is cut, if each device gets a part of it;
     ``shard_memory`` has these parts. ``chunks``: as in ``PlanRequest``. ``recompute``: as in ``decide``.
+    ``fuse``: plans may use fused kernels.
     ``check``: of the plan.
     """
 
@@ -75,6 +77,7 @@ class CompileOptions:
     shard_memory: ShardMemory | None = None
     chunks: Chunks = 1
     recompute: str = "auto"
+    fuse: bool = False
     check: PlanCheck = lambda *_: None
     others: int = 0
 
@@ -178,15 +181,22 @@ def _compile(
     others = options.others if options.chunks == 1 else 0
     budget = replace(Budget.of(options.memory, on_device, batch.values(), outputs), others=others)
     sharing = replace(sharing, peers=options.devices > 1 and _copies_straight(engine, options.devices))
-    asked = PlanRequest(sharing, source, budget, _settings(options), options.chunks, device, say=options.say)
+    settings = _settings(options)
+    # Attempts are compared without fused kernels: those of the one that is taken follow.
+    plain = replace(settings, fusing=None)
+    asked = PlanRequest(sharing, source, budget, plain, options.chunks, device, say=options.say)
     try:
         made = plan_in_chunks(whole, asked)
     except BudgetTooSmall:
         if not others:
             raise
         made = plan_in_chunks(whole, replace(asked, budget=replace(budget, others=0)))
-    captured, planned, costs = made.captured, made.planned, made.costs
+    captured, costs = made.captured, made.costs
     assert costs is not None
+    if settings.fusing is not None:
+        # Those of an earlier process are there at once; others are compiled beside the first steps.
+        settings.fusing.use_compiled(made.planned.graph)
+    planned = with_fused_kernels(captured, made.planned, settings)
     _tell(planned, options, asked.machine)
     options.gather(captured.constants.values())
     packed = _packed_bytes(model, captured, options)
@@ -201,12 +211,13 @@ def _compile(
         clean,
         planned.budget,
         engine,
-        asked.settings,
+        settings,
         seconds | {"record": made.seconds} | planned.seconds,
         planned.cache_use,
         shards=options.shard_memory,
         chunked_kernels=0 if made.chunked is None else made.chunked.kernels,
         recomputation=planned.recomputation,
+        fused=planned.fused,
     )
 
 
@@ -243,6 +254,7 @@ def _settings(options: CompileOptions) -> PlannerSettings:
         machine_of(options.engine),
         options.plan_seconds,
         recompute=options.recompute,
+        fusing=fusing_on(options.engine.device, options.engine.compute_threads) if options.fuse else None,
         host_memory=options.host_memory,
         rounded=options.rounded,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disco_accel.capture.captured_step import CapturedStep
@@ -19,6 +19,8 @@ from disco_accel.graph.passes import AppliedPass, GraphPass, arena_of
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.value_numbering import graph_of_plan
 from disco_accel.measure.costs import Costs, GraphCosts
+from disco_accel.measure.fused_kernels import Fusing
+from disco_accel.measure.record import OpRecord
 from disco_accel.plan import Machine
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.keep_or_recompute import Recomputation, decide
@@ -26,6 +28,7 @@ from disco_accel.plan.plan_cache import PlanCache, PlanCacheUse, plan_fingerprin
 from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.summary import cut_short
+from disco_accel.simulate.simulator import simulate
 from disco_accel.sizes import MAX_SIZE, format_size
 from disco_accel.step.compile.budget_parts import Budget, host_memory_parts, what_it_needs
 from disco_accel.verify.static import verify
@@ -40,7 +43,8 @@ class PlannerSettings:
     """``planner``, ``policy`` and ``machine`` as in ``make_plan``. ``plan_seconds``: time for the search, or None for
     as much work as the graph is worth. ``cache``: plans of earlier runs, used again in an equal ``environment``.
     ``recompute``: as in ``decide``. ``host_memory``: bytes that training may take on the host, None for any;
-    ``rounded``: bytes of the model's weights that have fp32 masters there."""
+    ``rounded``: bytes of the model's weights that have fp32 masters there. ``fusing``: kernels of runs, which plans may
+    use; None: plans have none."""
 
     planner: str = "timed"
     policy: str = "auto"
@@ -51,6 +55,7 @@ class PlannerSettings:
     recompute: str = "auto"
     host_memory: int | None = None
     rounded: int = 0
+    fusing: Fusing | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class PlannedStep:
 
     ``applied``: all passes from the capture to the plan. For a plan that was stored, without those of the planner.
     ``seconds`` of each stage: plan, verify. ``cut``: the user's deadline ended the search; ``notes``: lines for the
-    user about that.
+    user about that. ``fused``: records of the fused kernels of ``graph``.
     """
 
     graph: TaskGraph
@@ -73,6 +78,7 @@ class PlannedStep:
     notes: tuple[str, ...]
     whole: TaskGraph
     recomputation: Recomputation | None = None
+    fused: Mapping[int, OpRecord] = field(default_factory=dict)
 
 
 def with_costs(
@@ -144,7 +150,29 @@ def plan_step(
     seconds = {"plan": found - began, "verify": time.perf_counter() - found}
     applied = step.through(passes).passes
     recomputation = Recomputation.of(graph, planned, plan, step.offered)
-    return PlannedStep(planned, plan, budget, use, applied, seconds, work.cut, notes, graph, recomputation)
+    made = PlannedStep(planned, plan, budget, use, applied, seconds, work.cut, notes, graph, recomputation)
+    return with_fused_kernels(step, made, settings, elsewhere)
+
+
+def with_fused_kernels(
+    step: CapturedStep, planned: PlannedStep, settings: PlannerSettings, elsewhere: PlanningProcess | None = None
+) -> PlannedStep:
+    """``planned``, which was made of ``step``, or a plan of its graph with fused kernels where that is faster."""
+    fusing = settings.fusing
+    if fusing is None:
+        return planned
+    graph = fusing.fused(planned.graph)
+    records = fusing.records(graph)
+    if not records:
+        return planned
+    captured = replace(step, graph=graph, offered=frozenset())
+    own = replace(settings, recompute="as-written", fusing=None)
+    made = plan_if_it_fits(captured, planned.budget, own, elsewhere)
+    machine = settings.machine or Machine()
+    if made is None or simulate(made.plan, machine).makespan >= simulate(planned.plan, machine).makespan:
+        return planned
+    seconds = {stage: spent + made.seconds.get(stage, 0.0) for stage, spent in planned.seconds.items()}
+    return replace(made, whole=planned.whole, recomputation=planned.recomputation, seconds=seconds, fused=records)
 
 
 def plan_if_it_fits(

@@ -81,6 +81,8 @@ def plan_figures(step: CompiledStep, link_bandwidth: float | None) -> dict[str, 
         "budget": step.budget.as_dict(),
         "optimizer": "host" if step.trained_on_host else "device",
         "kernels": sum(v.kind is VertexKind.KERNEL for v in step.plan.vertices),
+        "fused": len(step.fused),
+        "fused_refused": 0 if step.settings.fusing is None else step.settings.fusing.refused,
         "recomputation": None if step.recomputation is None else asdict(step.recomputation),
         "engine": counters,
     }

@@ -7,7 +7,7 @@ of gradients, where these are wanted. All functions are called under the session
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from disco_accel.execute.engine_options import threads_beside
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.gc_pause import collector_paused
 from disco_accel.graph.traits import FOREIGN, HOST_UPDATED
+from disco_accel.measure.fused_kernels import fusing_on
 from disco_accel.native.backend import backend_of
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import met_shortage
@@ -150,6 +151,7 @@ def plan_of(
     """The plan under ``key``, made by ``compiler`` on first sight. ``what`` it is for is told to the user."""
     if key in state.calls.refused:
         raise CaptureError(state.calls.refused[key])
+    _measure_fused(state, key)
     plan = state.budgets.plan_sets.plan(key)
     if plan is not None:
         state.reports.on_plan_hit(plan)
@@ -185,6 +187,21 @@ def plan_of(
     state.budgets.plan_sets.keep(key, step, found_again=found_again)
     state.reports.on_plan(step)
     return step
+
+
+def _measure_fused(state: Session, key: Hashable) -> None:
+    """Between two steps: compare and time fused kernels that were compiled meanwhile, for plans under ``key``."""
+    plan_sets = state.budgets.plan_sets
+    runs = plan_sets.compiled_runs(key)
+    if not runs:
+        return
+    if backend_of(state.memory.device).separate_memory:
+        # In memory of their own, which the budget covers too.
+        state.memory.unload()
+    fusing = fusing_on(str(state.memory.device), _compute_threads(state))
+    with typed_out_of_memory("measuring fused kernels"):
+        fusing.measure(runs)
+    plan_sets.use_fused(key)
 
 
 def _gates(model: torch.nn.Module) -> list[Gate]:
@@ -246,6 +263,7 @@ def _compile_options(state: Session, contexts: Sequence[ContextFactory]) -> Comp
         devices=state.setup.settings.devices,
         chunks=state.setup.config.chunks,
         recompute=state.setup.config.recompute,
+        fuse=state.setup.config.fuse == "auto",
     )
 
 

@@ -54,7 +54,7 @@ class StepWithUpdate(CompiledStep):
         return Executor(
             plan or self.plan,
             self.graph.ops,
-            self.records,
+            {**self.records, **self.fused},
             clean={vertex: tensor for vertex, tensor in self.clean.items() if vertex not in states},
             states=states,
             options=options,

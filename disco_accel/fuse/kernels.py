@@ -1,0 +1,232 @@
+"""Compiled kernels of runs: compiled once for this machine, in processes beside the training, and kept on disk."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disco_accel.errors import ExtensionError
+from disco_accel.fuse.call_json import call_to_object, kernel_text
+from disco_accel.fuse.cuda_library import describe_gpu
+from disco_accel.fuse.host_library import ANSWER, symbol_of
+from disco_accel.graph.taskgraph import OpCall
+from disco_accel.native.backend import run_device
+from disco_accel.native.cuda_headers import TOOLKITS
+from disco_accel.native.extension import load_extension
+from disco_accel.native.library_file import Library
+from disco_accel.native.plain_library import cache_root, require_building, sources_key
+from disco_accel.threads import start_thread
+
+Kernel = int | str
+"""The engine's handle of a kernel, or why there is none."""
+Say = Callable[[str], None]
+
+_TOGETHER = 8
+"""Kernels of one library: the headers of its C++ take a second to read, a kernel a tenth."""
+_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+_ROOT = Path(__file__).parents[1]
+_PROGRAM = "import sys; sys.path[:0] = sys.argv[1:]; from disco_accel.fuse.compiler import main; main()"
+_known: dict[OpCall, Kernel] = {}
+"""The kernels of this process, by call without a module: plans of all models share them."""
+_one_at_a_time = threading.Lock()
+
+
+def kernel_of(call: OpCall) -> Kernel | None:
+    """The kernel of a run; None where it is not compiled."""
+    return _known.get(call)
+
+
+def load_kernels(calls: Iterable[OpCall], device: str) -> None:
+    """Load the kernels of ``calls`` that earlier processes have compiled. Raises ExtensionError."""
+    for part in _parts(calls, device):
+        if part.library(None).fault() is None:
+            _known.update(part.kernels(None))
+
+
+def compile_kernels(calls: Iterable[OpCall], device: str, say: Say = lambda _: None) -> None:
+    """Compile the kernels of ``calls``, in several processes; ``say`` hears how far it is. Where this process ends
+    meanwhile, some are missing then.
+
+    Raises:
+        ExtensionError: there is no compiler, it fails, or the folder is not this user's own.
+    """
+    with _one_at_a_time:
+        parts = _parts(calls, device)
+        # The compilers of C++ and of GPU code keep a core each; the training has the others.
+        processes = [_CompilerProcess() for _ in range(min(len(parts), max(1, (os.cpu_count() or 1) // 2)))]
+        work = _Shared(parts, say)
+        threads = [start_thread(work.run, each, name="disco-fused", stop=each.stop) for each in processes]
+        for thread in threads:
+            if thread is not None:
+                thread.join()
+        for process in processes:
+            process.stop()
+        if work.failed is not None:
+            raise work.failed
+
+
+class _Stopped(ExtensionError):
+    """This process ends."""
+
+
+class _CompilerProcess:
+    """One process of ``compiler.py``, started with its first library."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._lock, self._stopped = threading.Lock(), False
+
+    def compile(self, request: dict[str, Any]) -> Path:
+        """The library of ``request``. Raises ExtensionError."""
+        child = self._started()
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            child.stdin.write(json.dumps(request).encode() + b"\n")
+            child.stdin.flush()
+            answer = json.loads(child.stdout.readline() or b'{"error": "the compiling process ended"}')
+        except (OSError, ValueError) as error:
+            answer = {"error": str(error)}
+        if self._stopped:
+            raise _Stopped("compiling was stopped")
+        if "error" in answer:
+            raise ExtensionError(f"fused kernels cannot be compiled: {answer['error']}")
+        return Path(answer["path"])
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        with self._lock:
+            if self._stopped:
+                raise _Stopped("compiling was stopped")
+            if self._child is None:
+                command = [sys.executable, "-c", _PROGRAM, str(_ROOT.parent)]
+                folders = {name: str(cache_root() / folder) for name, folder in _FOLDERS.items()}
+                # It compiles for a GPU that it does not see: a context of its own would take memory there.
+                environment = {**os.environ, **folders, **_libdevice(), "CUDA_VISIBLE_DEVICES": ""}
+                self._child = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+                )
+            return self._child
+
+    def stop(self) -> None:
+        """End the process, from any thread."""
+        with self._lock:
+            self._stopped = True
+            if self._child is not None:
+                self._child.kill()
+                self._child.wait()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Calls whose kernels are in one library, for ``gpu`` (None: for the host)."""
+
+    calls: tuple[OpCall, ...]
+    gpu: dict[str, Any] | None
+
+    def library(self, process: _CompilerProcess | None) -> Library:
+        words = [_versions(), json.dumps(self.gpu, sort_keys=True), *map(kernel_text, self.calls)]
+        key = hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+        request = {"gpu": self.gpu, "name": "fused", "calls": [call_to_object(call) for call in self.calls]}
+
+        def compile_in(folder: Path) -> Path:
+            assert process is not None, "asked for what there is"
+            return process.compile({**request, "folder": str(folder)})
+
+        directory = cache_root() / f"fused-torch{torch.__version__}-{key}"
+        return Library(directory, "fused", compile_in, require_building)
+
+    def kernels(self, process: _CompilerProcess | None) -> dict[OpCall, Kernel]:
+        """From its library, which is compiled first where it is missing. Raises ExtensionError."""
+        found = self.library(process).load(_host_kernels if self.gpu is None else _cuda_kernels)
+        return {call: found[number] for number, call in enumerate(self.calls)}
+
+
+class _Shared:
+    """Parts that several threads compile, each the next one that is left."""
+
+    def __init__(self, parts: Sequence[_Part], say: Say) -> None:
+        self._left, self._all, self._say = list(parts), sum(len(part.calls) for part in parts), say
+        self._done, self._lock = 0, threading.Lock()
+        self.failed: ExtensionError | None = None
+
+    def run(self, process: _CompilerProcess) -> None:
+        """Until none is left, or one has failed."""
+        while self.failed is None:
+            with self._lock:
+                part = self._left.pop() if self._left else None
+            if part is None:
+                return
+            try:
+                found = part.kernels(process)
+            except _Stopped:
+                return
+            except ExtensionError as error:
+                self.failed = error
+                return
+            with self._lock:
+                _known.update(found)
+                self._done += len(part.calls)
+                self._say(f"compiled {self._done} of {self._all} fused kernels")
+
+
+def gpu_of(device: torch.device) -> dict[str, Any] | None:
+    """The GPU that kernels are compiled for; None: for the host."""
+    return describe_gpu(device) if device.type == "cuda" else None
+
+
+def _parts(calls: Iterable[OpCall], device: str) -> list[_Part]:
+    load_extension()
+    gpu = gpu_of(run_device(device))
+    missing = sorted({call for call in calls if call not in _known}, key=kernel_text)
+    return [_Part(tuple(missing[at : at + _TOGETHER]), gpu) for at in range(0, len(missing), _TOGETHER)]
+
+
+def _host_kernels(path: str) -> dict[int, Kernel]:
+    """The kernels of a library of ``host_library.py``. Raises OSError."""
+    library = ctypes.CDLL(path)
+    answer = json.loads(ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, ANSWER))))
+    found: dict[int, Kernel] = {int(number): reason for number, reason in answer["refused"].items()}
+    for number in range(answer["calls"]):
+        if number not in found:
+            address = ctypes.cast(getattr(library, symbol_of(number)), ctypes.c_void_p).value
+            found[number] = int(torch.ops.disco_accel.fused_host_kernel(address))
+    return found
+
+
+def _cuda_kernels(path: str) -> dict[int, Kernel]:
+    """The kernels of a file of ``cuda_library.py``. Raises OSError."""
+    answer = json.loads(Path(path).read_bytes())
+    found: dict[int, Kernel] = {int(number): reason for number, reason in answer["refused"].items()}
+    for number, kernel in answer["kernels"].items():
+        code = torch.frombuffer(bytearray(base64.b64decode(kernel["code"])), dtype=torch.uint8)
+        given = kernel["name"], kernel["launch"], kernel["order"], kernel["numbers"]
+        found[int(number)] = int(torch.ops.disco_accel.fused_cuda_kernel(code, *given))
+    return found
+
+
+def _libdevice() -> dict[str, str]:
+    """The toolkit's functions for Triton, whose own round some otherwise than PyTorch's kernels."""
+    for home in (os.environ.get("CUDA_HOME"), *TOOLKITS):
+        path = None if home is None else Path(home, "nvvm", "libdevice", "libdevice.10.bc")
+        if path is not None and path.is_file():
+            return {"TRITON_LIBDEVICE_PATH": str(path)}
+    return {}
+
+
+def _versions() -> str:
+    """All else that a kernel depends on."""
+    names = ("inductor.py", "host_library.py", "cuda_library.py", "evaluate.py", "value_views.py")
+    files = [_ROOT / "fuse" / name for name in names]
+    words = (torch.__version__, torch.backends.cpu.get_cpu_capability(), os.environ.get("CXX", ""))
+    return sources_key(_ROOT, files, words)
