@@ -82,6 +82,8 @@ def plan_figures(step: CompiledStep, link_bandwidth: float | None) -> dict[str, 
         "optimizer": "host" if step.trained_on_host else "device",
         "kernels": sum(v.kind is VertexKind.KERNEL for v in step.plan.vertices),
         "recomputation": None if step.recomputation is None else asdict(step.recomputation),
+        "launches": int(counters["launches"]),
+        "launch_graphs": asdict(step.executor.launch_graphs()),
         "engine": counters,
     }
 
