@@ -199,6 +199,7 @@ PARSERS: dict[str, Parser] = {
     "policy": _registered("POLICIES", "auto"),
     "plan_seconds": seconds_or_auto,
     "lookahead": _count(0),
+    "launch_graphs": _auto_or_off,
     "buckets": _buckets,
     "plan_cache": _folder,
     "on_unsupported": _one_of("error", "eager"),

@@ -70,6 +70,7 @@ class DiscoConfig:
     policy: str = "auto"
     plan_seconds: float | str = "auto"
     lookahead: int = 2
+    launch_graphs: str = "auto"
     buckets: str | tuple[int, ...] = "auto"
     plan_cache: str | None = "~/.cache/disco_accel"
     on_unsupported: str = "error"

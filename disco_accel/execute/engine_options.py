@@ -40,6 +40,9 @@ class EngineOptions:
     """Bytes of the pieces in which a copy from or to the host is handed to its lane; 0 = copies are not cut. Behind
     each piece the first ready copy goes on. None: 16 MiB on a GPU, a millisecond's bytes on a throttled link of the
     host device, 0 on an unthrottled one."""
+    launch_graphs: bool = True
+    """CUDA only: kernels that follow each other on a stream are recorded in the second step that runs them, and
+    launched as one from then on. Not with ``lookahead`` 0, several compute streams, or an order that is fixed."""
     dispatch: str = "priority"
     """``priority``, ``random``, ``fixed``, or ``synchronous`` (one vertex at a time in serial order)."""
     seed: int = 0

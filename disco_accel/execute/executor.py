@@ -27,6 +27,7 @@ from disco_accel.execute.engine_options import (
     first_device,
 )
 from disco_accel.execute.kept_values import KeptValues
+from disco_accel.execute.launch_graphs import LaunchGraphs
 from disco_accel.execute.program import Tables, external_dtypes, lower
 from disco_accel.execute.state_homes import StateHomes, homes_of
 from disco_accel.execute.vertex_names import Describer
@@ -283,12 +284,12 @@ class Executor:
     def counters(self) -> dict[str, int | float]:
         """Sizes in bytes, seconds and counts of the last step. Call between steps; ``touched_bytes`` walks the pages.
 
-        Counts: steps, vertices, changes (vertices that change a state), c10_allocations, planned_allocations. Bytes:
-        arena_bytes, touched_bytes, host_bytes (arenas of host devices too), offload_bytes to the host, reload_bytes
-        from it, transfer_bytes between devices. Seconds: step_seconds, gate_seconds (waiting for ``deliver``),
-        op_seconds (inside ops on the engine's own thread), engine_seconds (its own cost). The last two are measured
-        while tracing, or with ``time_ops``; where ops have threads of their own (several devices or streams) they tell
-        nothing.
+        Counts: steps, vertices, launches (of kernels; a graph of several is one), changes (vertices that change a
+        state), c10_allocations, planned_allocations. Bytes: arena_bytes, touched_bytes, host_bytes (arenas of host
+        devices too), offload_bytes to the host, reload_bytes from it, transfer_bytes between devices. Seconds:
+        step_seconds, gate_seconds (waiting for ``deliver``), op_seconds (inside ops on the engine's own thread),
+        engine_seconds (its own cost). The last two are measured while tracing, or with ``time_ops``; where ops have
+        threads of their own (several devices or streams) they tell nothing.
         """
         self._require_own_process()
         measured = self._engine.counters()
@@ -300,6 +301,11 @@ class Executor:
         out["touched_bytes"] = sum(touched_bytes(arena) for arena in arenas)
         out["planned_allocations"] = self._planned
         return out
+
+    def launch_graphs(self) -> LaunchGraphs:
+        """The graphs that the plan's kernels are launched as. Call between steps."""
+        self._require_own_process()
+        return LaunchGraphs(*self._engine.launch_graphs())
 
     def close(self) -> None:
         """Abandons a running step, stores states, frees engine and arenas. Values handed out keep their arena alive."""

@@ -116,6 +116,9 @@ class Engine(Protocol):
     def set_tracing(self, on: bool) -> None:
         """Whether the following steps are traced."""
 
+    def launch_graphs(self) -> tuple[int, int, int, str]:
+        """Graphs, kernels in them, bytes of device memory that they take, and why a kernel is in none or ""."""
+
     def last_error(self) -> LastError:
         """Why the last step ended early."""
 

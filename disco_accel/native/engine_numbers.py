@@ -67,7 +67,7 @@ PEER_PATHS = ("direct", "no_access", "wrong_bytes")
 """Ways of bytes from one GPU to another: straight; or through host memory, because one has no access to the other's
 memory, or because other bytes arrived straight than were sent."""
 OPTIONS = (
-    *("dispatch", "seed", "lookahead", "copy_piece", "stall_timeout", "time_ops", "compute_threads"),
+    *("dispatch", "seed", "lookahead", "copy_piece", "launch_graphs", "stall_timeout", "time_ops", "compute_threads"),
     *("compute_streams", "inline_compute", "host_threads", "link_jitter", "link_jitter_seed"),
 )
 """Options of the engine, each a float: those of ``EngineOptions``."""

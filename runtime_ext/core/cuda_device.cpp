@@ -1,43 +1,18 @@
 #include "cuda_device.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <array>
 #include <utility>
 
 #include "current_device.h"
+#include "launch_graphs.h"
 #include "peer_copies.h"
 
 namespace disco {
 namespace {
 
-// Values of the CUDA runtime's ABI; the tests compare them with its headers where those are installed.
-constexpr int kSuccess = 0;
-constexpr int kNotReady = 600;
-constexpr unsigned kHostRegisterPortable = 1;
-constexpr unsigned kHostRegisterReadOnly = 8;
-constexpr int kReadOnlyRegistrationSupported = 113;  // an attribute of a device
 constexpr std::array<int, 3> kMemcpyKind = {1, 2,
                                             4};  // by Direction: host to device, device to host, default
-
-template <typename Function>
-void resolve(void* library, Function*& function, const char* name) {
-  void* symbol = dlsym(library, name);
-  if (symbol == nullptr)
-    throw CudaError(name, -1, std::string(name) + " is missing from the CUDA runtime library");
-  function = reinterpret_cast<Function*>(symbol);
-}
-
-void* find_runtime() {
-  if (dlsym(RTLD_DEFAULT, "cudaEventQuery") != nullptr) return RTLD_DEFAULT;
-  for (const char* name : {"libcudart.so.13", "libcudart.so.12", "libcudart.so"}) {
-    if (void* library = dlopen(name, RTLD_LAZY | RTLD_LOCAL); library != nullptr) return library;
-  }
-  throw CudaError(
-      "dlopen", -1,
-      "no CUDA runtime: tried the running process, libcudart.so.13, libcudart.so.12 and libcudart.so");
-}
 
 // Codes after which the runtime refuses every further call of the process: a fault of a kernel, memory that
 // cannot be trusted, a device that is gone.
@@ -52,35 +27,14 @@ constexpr std::size_t kNamed = 8;  // vertices that a failure lists
 constexpr std::int64_t kExactNs = 50'000;  // exact enough for the start of a trace
 constexpr int kAttempts = 8;
 
-// Null where the driver does not have it.
-template <typename Function>
-void resolve_driver(Function*& function, const char* name) {
-  void* symbol = dlsym(RTLD_DEFAULT, name);
-  if (symbol == nullptr) {
-    if (void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL); driver != nullptr)
-      symbol = dlsym(driver, name);
-  }
-  function = reinterpret_cast<Function*>(symbol);
-}
-
-// Throws CudaError.
-void require_read_only_registration(const CudartApi& api) {
-  int device = 0, supported = 0;
-  int code = api.get_device(&device);
-  if (code == kSuccess) code = api.device_attribute(&supported, kReadOnlyRegistrationSupported, device);
-  if (code != kSuccess)
-    throw CudaError("cudaDeviceGetAttribute", code, cuda_error_text(api, "cudaDeviceGetAttribute", code));
-  if (supported == 0)
-    throw CudaError("cudaHostRegister", -1, "this device cannot register memory that it may only read");
-}
-
 }  // namespace
 
 struct CudaDevice::Lane {
   CudaStream stream = nullptr;
-  std::vector<CudaEvent> events;       // behind token t, if one was recorded there: events[(t - 1) % size]
-  std::vector<char> recorded;          // likewise, whether it was
-  std::vector<std::int32_t> vertices;  // likewise
+  std::vector<CudaEvent> events;                      // to be recorded behind token t: events[(t - 1) % size]
+  std::vector<CudaEvent> recorded;                    // likewise, what was: that one, a graph's, or null
+  std::vector<std::int32_t> vertices;                 // likewise
+  std::vector<std::span<const std::int32_t>> others;  // likewise, kernels of a graph that end with it
   Token enqueued = 0;
   Token finished = 0;
   Token asked = 0;  // what was enqueued when completed() was last called
@@ -88,56 +42,10 @@ struct CudaDevice::Lane {
   std::size_t slot(Token token) const { return static_cast<std::size_t>((token - 1) % events.size()); }
   // The first token at or behind `token` with an event of its own, which tells of `token` too; 0: none has.
   Token covered_by(Token token) const {
-    while (token <= enqueued && recorded[slot(token)] == 0) ++token;
+    while (token <= enqueued && recorded[slot(token)] == nullptr) ++token;
     return token <= enqueued ? token : 0;
   }
 };
-
-CudaError::CudaError(const std::string& call, int code, const std::string& text)
-    : std::runtime_error(text), call_(call), code_(code) {}
-
-CudartApi CudartApi::load() {
-  void* library = find_runtime();
-  CudartApi api;
-  resolve(library, api.get_device, "cudaGetDevice");
-  resolve(library, api.set_device, "cudaSetDevice");
-  resolve(library, api.stream_create, "cudaStreamCreateWithFlags");
-  resolve(library, api.stream_destroy, "cudaStreamDestroy");
-  resolve(library, api.stream_synchronize, "cudaStreamSynchronize");
-  resolve(library, api.stream_wait_event, "cudaStreamWaitEvent");
-  resolve(library, api.event_create, "cudaEventCreateWithFlags");
-  resolve(library, api.event_destroy, "cudaEventDestroy");
-  resolve(library, api.event_record, "cudaEventRecord");
-  resolve(library, api.event_query, "cudaEventQuery");
-  resolve(library, api.event_elapsed, "cudaEventElapsedTime");
-  resolve(library, api.memcpy_async, "cudaMemcpyAsync");
-  resolve(library, api.memcpy_peer_async, "cudaMemcpyPeerAsync");
-  resolve(library, api.can_access_peer, "cudaDeviceCanAccessPeer");
-  resolve(library, api.enable_peer_access, "cudaDeviceEnablePeerAccess");
-  resolve(library, api.device_attribute, "cudaDeviceGetAttribute");
-  resolve(library, api.host_register, "cudaHostRegister");
-  resolve(library, api.host_unregister, "cudaHostUnregister");
-  resolve(library, api.get_last_error, "cudaGetLastError");
-  resolve(library, api.error_string, "cudaGetErrorString");
-  resolve_driver(api.primary_context_state, "cuDevicePrimaryCtxGetState");
-  return api;
-}
-
-PinnedRegion::PinnedRegion(const CudartApi& api, void* begin, std::size_t bytes, Access access)
-    : api_(api), begin_(begin) {
-  unsigned flags = kHostRegisterPortable;
-  if (access == Access::kRead) {
-    require_read_only_registration(api_);
-    flags |= kHostRegisterReadOnly;
-  }
-  if (const int code = api_.host_register(begin, bytes, flags); code != kSuccess) {
-    throw CudaError(
-        "cudaHostRegister", code,
-        cuda_error_text(api_, "cudaHostRegister", code) + " (" + std::to_string(bytes) + " bytes)");
-  }
-}
-
-PinnedRegion::~PinnedRegion() { api_.host_unregister(begin_); }
 
 CudaDevice::CudaDevice(CudartApi api, CudaDeviceOptions options) : api_(api), options_(options) {
   if (options_.compute_streams < 1)
@@ -148,6 +56,7 @@ CudaDevice::CudaDevice(CudartApi api, CudaDeviceOptions options) : api_(api), op
   const CurrentDevice current(api_, options_.ordinal);
   try {
     make_lanes();
+    if (options_.graphs) graphs_ = std::make_unique<LaunchGraphs>(api_, streams_);
     if (!options_.neighbours.empty())
       peers_ = std::make_unique<PeerCopies>(api_, options_.ordinal, options_.neighbours);
   } catch (...) {
@@ -165,8 +74,10 @@ void CudaDevice::make_lanes() {
     const int direction = stream - compute_streams();
     lane.stream =
         direction < 0 ? streams_->compute(stream) : streams_->lane(static_cast<Direction>(direction));
-    lane.events.assign(static_cast<std::size_t>(options_.window), nullptr);
-    lane.recorded.assign(lane.events.size(), 0);
+    const std::size_t more = direction < 0 && options_.graphs ? kMostKernels : 0;
+    lane.events.assign(static_cast<std::size_t>(options_.window) + more, nullptr);
+    lane.recorded.assign(lane.events.size(), nullptr);
+    lane.others.assign(lane.events.size(), {});
     lane.vertices.assign(lane.events.size(), -1);
     for (CudaEvent& event : lane.events) {
       check("cudaEventCreateWithFlags", api_.event_create(&event, kEventDisableTiming));
@@ -177,6 +88,7 @@ void CudaDevice::make_lanes() {
 // What cannot be given back is lost with the process; there is nobody left to tell.
 void CudaDevice::destroy() noexcept {
   peers_.reset();
+  graphs_.reset();
   for (CudaEvent event : timing_) api_.event_destroy(event);
   for (Lane& lane : lanes_) {
     for (CudaEvent event : lane.events) {
@@ -188,6 +100,12 @@ void CudaDevice::destroy() noexcept {
 }
 
 CudaStream CudaDevice::native_stream(int stream) const { return lanes_[stream].stream; }
+
+bool CudaDevice::recording() const { return graphs_ != nullptr && graphs_->recording() != nullptr; }
+
+CudaStream CudaDevice::launch_stream(int stream) const {
+  return recording() ? graphs_->recording() : native_stream(stream);
+}
 
 void CudaDevice::waits_for(CudaEvent event) {
   caller_event_.store(event);
@@ -222,13 +140,18 @@ void CudaDevice::make_current() const {
   if (current != options_.ordinal) check("cudaSetDevice", api_.set_device(options_.ordinal));
 }
 
-// `first`, `last`: of the vertex's pieces.
-void CudaDevice::before_work(int stream, std::int32_t vertex, bool first) {
+void CudaDevice::require_room(int stream, std::size_t tokens) const {
   const Lane& lane = lanes_[stream];
-  if (lane.enqueued - lane.finished >= lane.events.size()) {
+  if (lane.enqueued - lane.finished + tokens > lane.events.size()) {
     throw std::logic_error("cuda device: more than " + std::to_string(lane.events.size()) +
                            " vertices in flight on stream " + std::to_string(stream));
   }
+}
+
+// `first`, `last`: of the vertex's pieces.
+void CudaDevice::before_work(int stream, std::int32_t vertex, bool first) {
+  const Lane& lane = lanes_[stream];
+  require_room(stream, 1);
   if (spans_ != nullptr && first)
     check("cudaEventRecord", api_.event_record(timing_[1 + 2 * vertex], lane.stream));
 }
@@ -240,8 +163,9 @@ Token CudaDevice::after_work(int stream, std::int32_t vertex, bool last) {
     timed_.push_back(vertex);
   }
   const Token token = ++lane.enqueued;
-  lane.recorded[lane.slot(token)] = 0;
+  lane.recorded[lane.slot(token)] = nullptr;
   lane.vertices[lane.slot(token)] = vertex;
+  lane.others[lane.slot(token)] = {};
   return token;
 }
 
@@ -249,9 +173,9 @@ Token CudaDevice::after_work(int stream, std::int32_t vertex, bool last) {
 int CudaDevice::record(Lane& lane) {
   if (lane.enqueued == lane.finished) return kSuccess;
   const std::size_t slot = lane.slot(lane.enqueued);
-  if (lane.recorded[slot] != 0) return kSuccess;
+  if (lane.recorded[slot] != nullptr) return kSuccess;
   const int code = api_.event_record(lane.events[slot], lane.stream);
-  if (code == kSuccess) lane.recorded[slot] = 1;
+  if (code == kSuccess) lane.recorded[slot] = lane.events[slot];
   return code;
 }
 
@@ -280,13 +204,46 @@ Token CudaDevice::enqueue_copy(int stream, const Copy& copy) {
   return token;
 }
 
+// Traced kernels are launched one by one, between events of their own.
+Repeated CudaDevice::repeat(int stream, const Segment& segment) {
+  Repeated repeated;
+  if (graphs_ == nullptr || spans_ != nullptr) return repeated;
+  make_current();
+  LaunchGraph* const graph = graphs_->find(segment, *runner_, index_, stream, repeated.barred);
+  if (graph == nullptr) return repeated;
+  Lane& lane = lanes_[stream];
+  require_room(stream, segment.ends.size());
+  graphs_->launch(*graph, lane.stream);
+  repeated.first = lane.enqueued + 1;
+  std::size_t begin = 0;
+  for (std::size_t part = 0; part < segment.ends.size(); ++part) {
+    const auto last = static_cast<std::size_t>(segment.ends[part]) - 1;
+    const std::size_t slot = lane.slot(++lane.enqueued);
+    lane.recorded[slot] = graph->events[part];
+    lane.vertices[slot] = segment.vertices[last];
+    lane.others[slot] = std::span(segment.vertices).subspan(begin, last - begin);
+    begin = last + 1;
+  }
+  return repeated;
+}
+
+void CudaDevice::keep_graphs(const std::vector<Segment>& segments) {
+  if (graphs_ == nullptr) return;
+  make_current();
+  graphs_->keep(segments);
+}
+
+GraphFigures CudaDevice::graph_figures() const {
+  return graphs_ == nullptr ? GraphFigures{.refused = options_.no_graphs} : graphs_->figures();
+}
+
 void CudaDevice::wait(int stream, int other, Token token) {
   const Lane& source = lanes_[other];
   if (source.finished >= token) return;
   if (source.covered_by(token) == 0) mark(other);
-  check(
-      "cudaStreamWaitEvent",
-      api_.stream_wait_event(lanes_[stream].stream, source.events[source.slot(source.covered_by(token))], 0));
+  check("cudaStreamWaitEvent",
+        api_.stream_wait_event(lanes_[stream].stream, source.recorded[source.slot(source.covered_by(token))],
+                               0));
 }
 
 // While the loop thread launches, marks are to come. When it has come back without anything new, nobody may
@@ -298,7 +255,7 @@ Token CudaDevice::completed(int stream) {
     const Token next = lane.covered_by(lane.finished + 1);
     if (next == 0 && !idle) break;
     const char* const call = next == 0 ? "cudaEventRecord" : "cudaEventQuery";
-    const int code = next == 0 ? record(lane) : api_.event_query(lane.events[lane.slot(next)]);
+    const int code = next == 0 ? record(lane) : api_.event_query(lane.recorded[lane.slot(next)]);
     if (code == kNotReady) {
       api_.get_last_error();  // "not yet" counts as an error there
       break;
@@ -319,7 +276,10 @@ DeviceFailure CudaDevice::failure() const { return failure_; }
 
 std::int32_t CudaDevice::in_flight_count() const {
   Token count = 0;
-  for (const Lane& lane : lanes_) count += lane.enqueued - lane.finished;
+  for (const Lane& lane : lanes_) {
+    for (Token token = lane.finished + 1; token <= lane.enqueued; ++token)
+      count += 1 + lane.others[lane.slot(token)].size();
+  }
   return static_cast<std::int32_t>(count);
 }
 
@@ -333,14 +293,21 @@ void CudaDevice::fail(std::string message, bool lost, std::vector<std::int32_t> 
 // The runtime tells of a fault at the next call, whatever that asks for: what was in flight may be to blame,
 // kernels sooner than copies.
 void CudaDevice::fail_all(const char* call, int code) {
+  fail(cuda_error_text(api_, call, code), ends_the_context(code), first_in_flight());
+}
+
+std::vector<std::int32_t> CudaDevice::first_in_flight() const {
   std::vector<std::int32_t> in_flight;
-  for (int stream = 0; stream < streams(); ++stream) {
-    const Lane& lane = lanes_[static_cast<std::size_t>(stream)];
-    for (Token token = lane.finished + 1; token <= lane.enqueued && in_flight.size() < kNamed; ++token) {
-      in_flight.push_back(lane.vertices[lane.slot(token)]);
+  const auto add = [&](std::int32_t vertex) {
+    if (in_flight.size() < kNamed) in_flight.push_back(vertex);
+  };
+  for (const Lane& lane : lanes_) {
+    for (Token token = lane.finished + 1; token <= lane.enqueued; ++token) {
+      for (const std::int32_t other : lane.others[lane.slot(token)]) add(other);
+      add(lane.vertices[lane.slot(token)]);
     }
   }
-  fail(cuda_error_text(api_, call, code), ends_the_context(code), std::move(in_flight));
+  return in_flight;
 }
 
 // A launch that threw half-way may have left work that no event follows: wait for the streams themselves.

@@ -14,8 +14,35 @@
 
 namespace disco {
 
-using CudaStream = void*;  // cudaStream_t
-using CudaEvent = void*;   // cudaEvent_t
+using CudaStream = void*;     // cudaStream_t
+using CudaEvent = void*;      // cudaEvent_t
+using CudaGraph = void*;      // cudaGraph_t
+using CudaGraphNode = void*;  // cudaGraphNode_t
+using CudaGraphExec = void*;  // cudaGraphExec_t
+
+// Those of the CUDA runtime's functions by which launches are recorded and repeated. All or some may be
+// missing.
+struct GraphApi {
+  int (*begin_capture)(CudaStream, int mode) = nullptr;    // cudaStreamBeginCapture
+  int (*end_capture)(CudaStream, CudaGraph*) = nullptr;    // cudaStreamEndCapture
+  int (*is_capturing)(CudaStream, int* status) = nullptr;  // cudaStreamIsCapturing
+  int (*instantiate)(CudaGraphExec*, CudaGraph,
+                     unsigned long long flags) = nullptr;                 // ...InstantiateWithFlags
+  int (*launch)(CudaGraphExec, CudaStream) = nullptr;                     // cudaGraphLaunch
+  int (*exec_destroy)(CudaGraphExec) = nullptr;                           // cudaGraphExecDestroy
+  int (*destroy)(CudaGraph) = nullptr;                                    // cudaGraphDestroy
+  int (*nodes)(CudaGraph, CudaGraphNode*, std::size_t* count) = nullptr;  // cudaGraphGetNodes
+  int (*node_type)(CudaGraphNode, int* type) = nullptr;                   // cudaGraphNodeGetType
+  int (*memcpy_parameters)(CudaGraphNode, void*) = nullptr;               // cudaGraphMemcpyNodeGetParams
+  int (*pointer_attributes)(void*, const void* ptr) = nullptr;            // cudaPointerGetAttributes
+  int (*event_record_with_flags)(CudaEvent, CudaStream,
+                                 unsigned flags) = nullptr;  // cudaEventRecordWithFlags
+  int (*launch_host_function)(CudaStream, void (*call)(void*),
+                              void* argument) = nullptr;                // cudaLaunchHostFunc
+  int (*memory_info)(std::size_t* free, std::size_t* total) = nullptr;  // cudaMemGetInfo
+
+  bool complete() const;
+};
 
 // The functions of the CUDA runtime that the engine calls, with its C ABI (an error is an int, 0 = success).
 struct CudartApi {
@@ -42,6 +69,7 @@ struct CudartApi {
   // cudaGetLastError: returns and forgets this thread's last error.
   int (*get_last_error)() = nullptr;
   const char* (*error_string)(int) = nullptr;  // cudaGetErrorString
+  GraphApi graphs;
   // cuDevicePrimaryCtxGetState, of the driver: whether a device has a context, without making one. May be
   // null.
   int (*primary_context_state)(int device, unsigned* flags, int* active) = nullptr;
@@ -102,6 +130,11 @@ class CudaStreams {
   // Takes what other GPUs have put into page-locked memory for this one; made when it is first asked for.
   // Throws CudaError.
   CudaStream arrivals();
+  // Carries no work: launches are recorded on it, by whoever holds the mutex. No stream that does work can be
+  // used for that, since other threads put some there at any time. Made when it is first asked for. Throws
+  // CudaError.
+  CudaStream recording();
+  std::mutex& recording_mutex() { return recording_mutex_; }
   // Carries no work, so an event recorded on it happens at once, whatever the others wait for.
   CudaStream clock() const { return clock_; }
 
@@ -116,6 +149,8 @@ class CudaStreams {
   std::array<CudaStream, 3> lanes_{};  // by Direction
   CudaStream clock_ = nullptr;
   CudaStream arrivals_ = nullptr;
+  CudaStream recording_ = nullptr;
+  std::mutex recording_mutex_;
 };
 
 // Another GPU of the same engine, as one that copies to it sees it.
@@ -127,6 +162,7 @@ struct Neighbour {
   std::shared_ptr<CudaStreams> streams;
 };
 
+class LaunchGraphs;
 class PeerCopies;
 
 struct CudaDeviceOptions {
@@ -135,9 +171,11 @@ struct CudaDeviceOptions {
   int window = 64;                       // events per stream, hence the most work in flight on one
   std::shared_ptr<CudaStreams> streams;  // none: streams of its own
   std::vector<Neighbour> neighbours = {};
+  bool graphs = false;         // kernels of a segment are launched as one
+  std::string no_graphs = {};  // why not, where they were wanted: what LaunchGraphs::trial says
 };
 
-// Ops are launched by OpRunner on the loop thread; run() must launch on native_stream(stream). The end of
+// Ops are launched by OpRunner on the loop thread; run() must launch on launch_stream(stream). The end of
 // every copy and of every marked op is an event, from a ring made up front; completed() queries the oldest
 // one, and what came before it in its stream has finished too. So a kernel whose successors follow it in its
 // stream costs one call, its launch: on a virtual machine with an H200 recording an event took 7 us, as long
@@ -153,6 +191,10 @@ class CudaDevice final : public Device {
   CudaDevice& operator=(const CudaDevice&) = delete;
 
   CudaStream native_stream(int stream) const;
+  // For the loop thread: where OpRunner::run launches now. While launches are recorded that is another
+  // stream.
+  CudaStream launch_stream(int stream) const;
+  bool recording() const;
   // The stream that writes here what other GPUs sent through host memory; null where none of them does.
   CudaStream arrivals() const { return arrivals_; }
   // Called before connect(): other devices send through host memory. Throws CudaError.
@@ -169,6 +211,10 @@ class CudaDevice final : public Device {
   bool waiting_for_caller() const override;
   Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) override;
   Token enqueue_copy(int stream, const Copy& copy) override;
+  bool repeats() const override { return graphs_ != nullptr; }
+  Repeated repeat(int stream, const Segment& segment) override;
+  void keep_graphs(const std::vector<Segment>& segments) override;
+  GraphFigures graph_figures() const override;
   void wait(int stream, int other, Token token) override;
   Token completed(int stream) override;
   void mark(int stream) override;
@@ -188,15 +234,18 @@ class CudaDevice final : public Device {
   void make_current() const;
   void before_work(int stream, std::int32_t vertex, bool first = true);
   Token after_work(int stream, std::int32_t vertex, bool last = true);
+  void require_room(int stream, std::size_t tokens) const;
   void fail(std::string message, bool lost, std::vector<std::int32_t> in_flight);
   void fail_all(const char* call, int code);
+  std::vector<std::int32_t> first_in_flight() const;
   int record(Lane& lane);
   std::int32_t in_flight_count() const;
 
   CudartApi api_;
   CudaDeviceOptions options_;
   std::shared_ptr<CudaStreams> streams_;
-  std::unique_ptr<PeerCopies> peers_;  // none: no neighbours
+  std::unique_ptr<PeerCopies> peers_;     // none: no neighbours
+  std::unique_ptr<LaunchGraphs> graphs_;  // none: kernels are launched one by one
   CudaStream arrivals_ = nullptr;
   bool shares_loop_ = false;                      // the loop thread launches on other devices too
   std::atomic<CudaEvent> caller_event_{nullptr};  // what waits_for was given

@@ -4,12 +4,6 @@
 #include "current_device.h"
 
 namespace disco {
-namespace {
-
-constexpr unsigned kStreamNonBlocking = 1;  // cudaStreamNonBlocking
-
-}  // namespace
-
 CudaStreams::CudaStreams(const CudartApi& api, int ordinal) : api_(api), ordinal_(ordinal) {
   const CurrentDevice current(api_, ordinal_);
   try {
@@ -50,6 +44,13 @@ CudaStream CudaStreams::arrivals() {
   return arrivals_;
 }
 
+CudaStream CudaStreams::recording() {
+  const std::lock_guard lock(mutex_);
+  const CurrentDevice current(api_, ordinal_);
+  if (recording_ == nullptr) recording_ = make();
+  return recording_;
+}
+
 CudaStream CudaStreams::make() {
   CudaStream stream = nullptr;
   check_cuda(api_, "cudaStreamCreateWithFlags", api_.stream_create(&stream, kStreamNonBlocking));
@@ -64,6 +65,7 @@ void CudaStreams::destroy() noexcept {
   }
   if (clock_ != nullptr) api_.stream_destroy(clock_);
   if (arrivals_ != nullptr) api_.stream_destroy(arrivals_);
+  if (recording_ != nullptr) api_.stream_destroy(recording_);
 }
 
 }  // namespace disco

@@ -7,8 +7,11 @@
 
 namespace disco {
 
-// cudaEventDisableTiming, of the CUDA runtime's ABI.
+// Values of the CUDA runtime's ABI; the tests compare them with its headers where those are installed.
+inline constexpr int kSuccess = 0;
+inline constexpr int kNotReady = 600;
 inline constexpr unsigned kEventDisableTiming = 2;
+inline constexpr unsigned kStreamNonBlocking = 1;
 
 // The text of a failed call. Makes the runtime forget it: PyTorch asks for the thread's last error after
 // every kernel that it launches, and would blame the kernel.

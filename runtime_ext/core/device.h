@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "program.h"
+#include "segments.h"
 
 namespace disco {
 
@@ -22,6 +23,17 @@ class OpRunner {
   // One thread at a time is inside.
   virtual bool enter() { return false; }
   virtual void leave() {}
+
+  // Whether launches of `op` are alike in all steps in which it depends on the same (see depends_on): then
+  // they may be recorded once and repeated.
+  virtual bool repeats(std::int32_t /*op*/, int /*device*/) { return false; }
+  // Before launches on a stream are recorded. What this launches is recorded too, and never run.
+  virtual void before_recording(int /*device*/, int /*stream*/) {}
+  // Appends what a launch of `op` depends on now beside the plan, always as many words: addresses of memory
+  // that the caller gives anew for each step.
+  virtual void depends_on(std::int32_t /*op*/, std::vector<std::uint64_t>& /*words*/) {}
+  // The same for all ops: settings of the process by which kernels are chosen.
+  virtual void settings(std::vector<std::uint64_t>& /*words*/) {}
 };
 
 // Position in a stream, counted from 1. A stream's work up to token t has finished when completed(stream) >=
@@ -63,6 +75,21 @@ struct DeviceFailure {
   bool later = false;  // found after the launch: the message does not begin with the op's name
   std::vector<std::int32_t> in_flight = {};  // vertices that may be to blame, if `later`: the first few
   std::int32_t in_flight_count = 0;          // how many there are
+};
+
+// A segment that was launched as one: its parts have the tokens from `first` on. 0: it was not, and its
+// kernels must be launched one by one.
+struct Repeated {
+  Token first = 0;
+  std::vector<std::int32_t> barred = {};  // vertices that can be in no segment from the next step on
+};
+
+// What a device has made of segments.
+struct GraphFigures {
+  std::int64_t graphs = 0;
+  std::int64_t kernels = 0;  // in them
+  std::int64_t bytes = 0;    // of the device's memory that they take
+  std::string refused = {};  // why there are none, or why the first kernel that was barred is in none
 };
 
 // Told by devices with threads of their own that some stream got further. Called on the device's thread right
@@ -110,6 +137,15 @@ class Device {
   // Throw std::exception if the work could not be handed over; the engine blames `vertex`.
   virtual Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) = 0;
   virtual Token enqueue_copy(int stream, const Copy& copy) = 0;
+  // Whether repeat() may launch segments.
+  virtual bool repeats() const { return false; }
+  // Launches a segment as one on compute stream `stream`, if it was launched one by one in an earlier step,
+  // and nothing that its kernels depend on has changed since it was recorded. Its first launch as one records
+  // it, which takes memory. Throws like an enqueue.
+  virtual Repeated repeat(int /*stream*/, const Segment& /*segment*/) { return {}; }
+  // Between steps: these are all segments from now on.
+  virtual void keep_graphs(const std::vector<Segment>& /*segments*/) {}
+  virtual GraphFigures graph_figures() const { return {}; }
   // Everything enqueued on `stream` from now on starts after `token` of stream `other` of this device has
   // finished.
   virtual void wait(int stream, int other, Token token) = 0;

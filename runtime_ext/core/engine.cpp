@@ -118,6 +118,18 @@ StepCounters Engine::Loop::counters() const {
   return counters_;
 }
 
+GraphFigures Engine::Loop::graph_figures() const {
+  GraphFigures all;
+  for (const auto& device : devices_) {
+    GraphFigures one = device->graph_figures();
+    all.graphs += one.graphs;
+    all.kernels += one.kernels;
+    all.bytes += one.bytes;
+    if (all.refused.empty()) all.refused = std::move(one.refused);
+  }
+  return all;
+}
+
 void Engine::Loop::set_tracing(bool on) {
   const Lock lock(caller_mutex_);
   tracing_ = on;
@@ -211,6 +223,7 @@ const Program& Engine::program() const { return loop().program(); }
 StepCounters Engine::counters() const { return loop().counters(); }
 std::int64_t Engine::ops_run(int device) const { return loop().ops_run(device); }
 bool Engine::ran(std::int32_t vertex) const { return loop().ran(vertex); }
+GraphFigures Engine::graph_figures() const { return loop().graph_figures(); }
 void Engine::set_tracing(bool on) { loop().set_tracing(on); }
 std::vector<TraceEvent> Engine::events() const { return loop().events(); }
 

@@ -32,6 +32,7 @@ struct EngineOptions {
   std::int64_t copy_piece = 0;
   double stall_timeout =
       120;                // seconds without a completion while work is in flight and no host op is running
+  bool graphs = false;    // kernels that follow each other are launched as one where the device can
   bool time_ops = false;  // measure StepCounters::op_ns also when not tracing (about 50 ns per vertex)
 };
 
@@ -99,6 +100,7 @@ struct StepCounters {
   std::int64_t offload_bytes = 0;   // device to host
   std::int64_t reload_bytes = 0;    // host to device, residents' loads included
   std::int64_t transfer_bytes = 0;  // device to device
+  std::int64_t launches = 0;        // of kernels, those of several as one
   std::int64_t changes = 0;         // of `vertices`: those that change a state, were it but in part
   std::int64_t step_ns = 0;         // begin() to the end of the last vertex, the wait for deliver() included
   std::int64_t gate_ns = 0;         // of step_ns: nothing left to do but wait for deliver()
@@ -160,6 +162,8 @@ class Engine {
   std::int64_t ops_run(int device) const;
   // Whether `vertex`, no input, has run to its end in the last step. Call between steps.
   bool ran(std::int32_t vertex) const;
+  // Of all devices together; `refused` is that of the first that has one. Call between steps.
+  GraphFigures graph_figures() const;
   void set_tracing(bool on);  // call between steps
   // Of the last step if it was traced, by start time. Throws std::logic_error while a step runs.
   std::vector<TraceEvent> events() const;

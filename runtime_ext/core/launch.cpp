@@ -46,6 +46,7 @@ bool Engine::Loop::poll_stream(StreamState& stream) {
     stream.pop();
     --in_flight_;
     if (entry.last) {
+      for (const std::int32_t v : entry.others) finish(v);
       finish(entry.vertex);
     } else {
       ++completions_;
@@ -66,7 +67,7 @@ void Engine::Loop::finish(std::int32_t v) {
   outs_left_ -= program_.out(v) ? 1 : 0;
   const std::int16_t resource = schedule_.resource_of[v];
   const bool kernel = program_.kind[v] == Kind::kKernel;
-  for (const std::int32_t s : program_.successors_of(v)) {
+  for (const std::int32_t s : schedule_.followers_of(v)) {
     if (--waiting_[s] == 0) {
       if (state_[s] < State::kIssued) make_ready(s);  // look-ahead may have been faster
     } else if (schedule_.lookahead && !(kernel && schedule_.resource_of[s] == resource) &&
@@ -232,6 +233,9 @@ void Engine::Loop::take(Resource& resource, ReadyQueue& queue) {
 // A stream that holds one of v's unfinished predecessors and has room; -1 if there is none. On any other
 // stream v would only be in the way of kernels that become ready before it.
 int Engine::Loop::stream_for_candidate(Resource& resource, std::int32_t v) {
+  if (resource.stream_count == 1) {
+    return may_queue(resource, schedule_.streams[resource.first_stream], v) ? resource.first_stream : -1;
+  }
   for (const std::int32_t p : schedule_.predecessors_of(v)) {
     if (state_[p] == State::kIssued && may_queue(resource, schedule_.streams[stream_of_[p]], v))
       return stream_of_[p];
@@ -240,13 +244,14 @@ int Engine::Loop::stream_for_candidate(Resource& resource, std::int32_t v) {
 }
 
 // Launches v, the first of `queue`, behind the kernels it waits for: those of its own stream by order, those
-// of other streams by a wait. Its end is marked where an edge leaves the stream, so that the successor need
-// not wait for what is queued behind v; after each half of the window in time, so that it is filled up while
-// the other half runs; and where v overtakes another kernel, for which the window is the look-ahead alone.
+// of other streams by a wait; and the rest of its segment, if it is the first of one.
 bool Engine::Loop::launch_kernel(Resource& resource, ReadyQueue& queue, std::int32_t v, int stream) {
-  StreamState& own = schedule_.streams[stream];
-  const bool wanted = schedule_.leaves[v] || !is_next(resource, v);
+  const StreamState& own = schedule_.streams[stream];
+  const bool overtakes = !is_next(resource, v);
   take(resource, queue);
+  if (schedule_.segment_of[v] >= 0) {
+    return launch_segment(resource, schedule_.segments[schedule_.segment_of[v]], stream, overtakes);
+  }
   try {
     for (const std::int32_t p : schedule_.predecessors_of(v)) {
       if (state_[p] != State::kIssued || stream_of_[p] == stream) continue;
@@ -256,8 +261,17 @@ bool Engine::Loop::launch_kernel(Resource& resource, ReadyQueue& queue, std::int
     refuse(*devices_[own.device], v, what_of(error));
     return false;
   }
+  return launch_alone(resource, v, stream, overtakes);
+}
+
+// Its end is marked where an edge leaves the stream, so that the successor need not wait for what is queued
+// behind v; after each half of the window in time, so that it is filled up while the other half runs; and
+// where v overtakes another kernel, for which the window is the look-ahead alone.
+bool Engine::Loop::launch_alone(const Resource& resource, std::int32_t v, int stream, bool overtakes) {
+  StreamState& own = schedule_.streams[stream];
+  ++step_.launches;
   if (!launch(v, stream)) return false;
-  if (!wanted && 2 * own.unmarked_ns < resource.horizon_ns) return true;
+  if (!schedule_.leaves[v] && !overtakes && 2 * own.unmarked_ns < resource.horizon_ns) return true;
   own.unmarked_ns = 0;
   try {
     devices_[own.device]->mark(own.stream);
@@ -305,10 +319,15 @@ bool Engine::Loop::launch(std::int32_t v, int index, std::int64_t bytes) {
   }
   if (!kernel && device.notifies()) book_if_done(stream);
   if (!kernel || !schedule_.lookahead) return true;
-  for (const std::int32_t s : program_.successors_of(v)) {
+  tell_of_launch(v);
+  return true;
+}
+
+// Kernels that wait for `v`, which was launched, may be queued behind it.
+void Engine::Loop::tell_of_launch(std::int32_t v) {
+  for (const std::int32_t s : schedule_.followers_of(v)) {
     if (schedule_.resource_of[s] == schedule_.resource_of[v] && --unissued_[s] == 0) make_candidate(s);
   }
-  return true;
 }
 
 // Of a copy that ended at its launch the device does not tell.
@@ -366,6 +385,7 @@ void Engine::Loop::run_inline_vertex(Resource& resource, std::int32_t v, Lock& l
   stream_of_[v] = static_cast<std::int16_t>(resource.first_stream);
   ++in_flight_;
   ++step_.vertices;
+  ++step_.launches;
   step_.changes += program_.changes(v) ? 1 : 0;
   if (others_run) {
     lock.unlock();

@@ -38,7 +38,7 @@ Engine::Loop::Loop(Program program, std::vector<std::unique_ptr<Device>> devices
     : program_(std::move(program)),
       options_(options),
       devices_(std::move(devices)),
-      schedule_(checked(program_, devices_, options_), devices_, options_),
+      schedule_(checked(program_, devices_, options_), devices_, runner, options_),
       runner_(runner) {
   const auto n = static_cast<std::size_t>(program_.size());
   state_.resize(n);
@@ -294,6 +294,7 @@ void Engine::Loop::start_step() {
   timed_ = traced_ || options_.time_ops;
   std::string refused;
   try {
+    if (barred_) cut_segments();
     if (traced_) {
       issued_ns_.assign(state_.size(), 0);
       spans_.assign(state_.size(), Span{});

@@ -59,6 +59,7 @@ class Engine::Loop final : public ProgressListener {
   bool ran(std::int32_t vertex) const;
   void set_tracing(bool on);
   std::vector<TraceEvent> events() const;
+  GraphFigures graph_figures() const;
   const Program& program() const { return program_; }
 
   void on_progress() noexcept override;
@@ -123,6 +124,10 @@ class Engine::Loop final : public ProgressListener {
   void stop(DeviceFailure failure);
   void refuse(Device& device, std::int32_t v, std::string message);
   bool launch_kernel(Resource& resource, ReadyQueue& queue, std::int32_t v, int stream);
+  bool launch_alone(const Resource& resource, std::int32_t v, int stream, bool overtakes);
+  bool launch_segment(const Resource& resource, const Segment& segment, int stream, bool overtakes);
+  void tell_of_launch(std::int32_t v);
+  void cut_segments();
   bool launch_next_piece(Resource& resource, std::int32_t v);
   bool launch(std::int32_t v, int stream) { return launch(v, stream, program_.bytes[v]); }
   bool launch(std::int32_t v, int stream, std::int64_t bytes);
@@ -155,6 +160,7 @@ class Engine::Loop final : public ProgressListener {
   bool drain_told_ = false;  // that what is in flight does not end
   bool residents_valid_ = false;
   bool traced_ = false;
+  bool barred_ = false;  // kernels that can be in no segment from the next step on
   std::vector<State> state_;
   std::vector<std::int32_t> waiting_;
   std::vector<std::int32_t> unissued_;

@@ -28,10 +28,12 @@ std::vector<bool> gated(const Program& program) {
 }  // namespace
 
 Schedule::Schedule(const Program& program, const std::vector<std::unique_ptr<Device>>& devices,
-                   const EngineOptions& options) {
+                   OpRunner& runner, const EngineOptions& options) {
   make_resources(program, devices, options);
   count_edges(program);
   make_orders(program);
+  find_repeating(program, devices, runner, options);
+  cut_segments(program);
 }
 
 void Schedule::make_resources(const Program& program, const std::vector<std::unique_ptr<Device>>& devices,
@@ -51,6 +53,7 @@ void Schedule::make_resources(const Program& program, const std::vector<std::uni
       resource.copy = r > 0;
       resource.first_stream = static_cast<int>(streams.size());
       resource.stream_count = resource.copy ? 1 : devices[d]->compute_streams();
+      resource.room = room;
       resource.window = resource.copy ? (synchronous ? 1 : options.copy_depth) : compute_window;
       resource.horizon_ns = !resource.copy && room > compute_window ? kHorizonNs : 0;
       // A copy between two devices has pieces of its own, where it needs any.
@@ -60,7 +63,8 @@ void Schedule::make_resources(const Program& program, const std::vector<std::uni
         StreamState stream;
         stream.device = d;
         stream.stream = resource.copy ? devices[d]->compute_streams() + r - 1 : i;
-        stream.ring.resize(resource.copy ? resource.window : room);
+        // A segment is launched one by one, too, if there is room for a kernel.
+        stream.ring.resize(resource.copy ? resource.window : room + kMostKernels);
         streams.push_back(std::move(stream));
       }
       resources.push_back(std::move(resource));
@@ -77,13 +81,11 @@ void Schedule::make_resources(const Program& program, const std::vector<std::uni
 
 void Schedule::count_edges(const Program& program) {
   const std::int32_t n = program.size();
-  initial_waiting.assign(n, 0);
   predecessor_begin.assign(n + 1, 0);
   for (std::int32_t v = 0; v < n; ++v) {
     const bool input = program.kind[v] == Kind::kInput;
     for (const std::int32_t s : program.successors_of(v)) {
       if (!input) ++predecessor_begin[s + 1];
-      if (!input || program.late(v)) ++initial_waiting[s];
     }
     if (input) {
       if (program.late(v)) late.push_back(v);
@@ -93,7 +95,6 @@ void Schedule::count_edges(const Program& program) {
     ++runnable;
     outs += program.out(v) ? 1 : 0;
   }
-  initial_unissued = initial_waiting;
   for (std::int32_t v = 0; v < n; ++v) predecessor_begin[v + 1] += predecessor_begin[v];
   expected_ns.assign(n, 0);
   leaves.assign(n, false);
@@ -130,13 +131,9 @@ void Schedule::make_orders(const Program& program) {
   if (out_first)
     std::stable_partition(serial.begin(), serial.end(), [&](std::int32_t v) { return needed[v]; });
   for (const std::int32_t v : serial) resources[resource_of[v]].order.push_back(v);
-  for (Resource& resource : resources) {
-    for (const std::int32_t v : resource.order) {
-      if (initial_waiting[v] == 0) resource.initial.push_back(v);
-    }
+  for (const Resource& resource : resources) {
     // The step's end need not wait until the device sees that nothing more comes.
     if (!resource.order.empty()) leaves[resource.order.back()] = true;
-    std::sort(resource.initial.begin(), resource.initial.end());
   }
 }
 

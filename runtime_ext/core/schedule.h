@@ -12,6 +12,7 @@
 #include "engine.h"
 #include "program.h"
 #include "random.h"
+#include "segments.h"
 
 namespace disco {
 
@@ -56,9 +57,10 @@ struct StreamState {
   struct Entry {
     std::int32_t vertex;
     Token token;
-    std::int64_t due_ns;  // Device::expected_end of a copy
-    std::int64_t ns;      // Schedule::expected_ns of a kernel
-    bool last;            // no piece of the vertex comes behind it
+    std::int64_t due_ns;                        // Device::expected_end of a copy
+    std::int64_t ns;                            // Schedule::expected_ns of a kernel
+    bool last;                                  // no piece of the vertex comes behind it
+    std::span<const std::int32_t> others = {};  // kernels that end with it, and were launched as one with it
   };
 
   int device = 0;
@@ -92,6 +94,7 @@ struct Resource {
   int window = 1;                   // vertices, or pieces of copies, in flight on one stream
   std::int64_t horizon_ns = 0;      // more kernels than that while those behind the running one are so short
   std::int64_t piece = 0;           // bytes; 0: copies are not cut
+  int room = 1;                     // kernels in flight on one stream, however short
   std::vector<std::int32_t> order;  // its vertices in the order of kFixed
   std::vector<std::int32_t> initial;  // ready when a step starts, ascending
   ReadyQueue ready;
@@ -100,8 +103,7 @@ struct Resource {
 
   bool has_room(const StreamState& stream) const {
     if (stream.count < window) return true;
-    return stream.queued_ns - stream.front().ns < horizon_ns &&
-           stream.count < static_cast<int>(stream.ring.size());
+    return stream.queued_ns - stream.front().ns < horizon_ns && stream.count < room;
   }
 };
 
@@ -117,11 +119,23 @@ constexpr std::int64_t kShortestNs = 4'000;
 // Everything derived from the program once; the arrays named initial_* are copied over the live ones at each
 // begin.
 struct Schedule {
-  Schedule(const Program& program, const std::vector<std::unique_ptr<Device>>& devices,
+  Schedule(const Program& program, const std::vector<std::unique_ptr<Device>>& devices, OpRunner& runner,
            const EngineOptions& options);
+  // From the next cut_segments() on vertex `v` is in no segment.
+  void bar(std::int32_t v) { may_repeat[v] = false; }
+  // Between steps: finds the segments among what may be repeated. What waits for a kernel of a segment from
+  // outside waits for its first: `leader` has it, and the counts below are of leaders alone.
+  void cut_segments(const Program& program);
 
   std::vector<StreamState> streams;
   std::vector<Resource> resources;
+  std::vector<bool> may_repeat;  // of each vertex: it may be in a segment
+  std::vector<bool> begins;      // of each kernel: no segment goes on from the kernel before it
+  std::vector<Segment> segments;
+  std::vector<std::int32_t> segment_of;      // of the first vertex of each segment; -1 for all others
+  std::vector<std::int32_t> follower_begin;  // rows of what waits for a vertex: leaders of other segments
+  std::vector<std::int32_t> followers;
+  std::vector<std::int32_t> leader;             // of each vertex: the first of its segment, or itself
   std::vector<std::int16_t> resource_of;        // of each vertex; -1 for inputs
   std::vector<std::int32_t> predecessor_begin;  // rows of predecessors, inputs left out
   std::vector<std::int32_t> predecessors;
@@ -139,6 +153,9 @@ struct Schedule {
   bool any_inline = false;    // some device runs ops on the loop thread
   bool lookahead = false;     // false where it cannot matter: K = 0, synchronous, inline compute
 
+  std::span<const std::int32_t> followers_of(std::int32_t v) const {
+    return {followers.data() + follower_begin[v], followers.data() + follower_begin[v + 1]};
+  }
   std::span<const std::int32_t> predecessors_of(std::int32_t v) const {
     return {predecessors.data() + predecessor_begin[v], predecessors.data() + predecessor_begin[v + 1]};
   }
@@ -148,6 +165,11 @@ struct Schedule {
                       const EngineOptions& options);
   void count_edges(const Program& program);
   void make_orders(const Program& program);
+  void find_repeating(const Program& program, const std::vector<std::unique_ptr<Device>>& devices,
+                      OpRunner& runner, const EngineOptions& options);
+  void add_segment(const Program& program, std::span<const std::int32_t> vertices);
+  bool waits_elsewhere(std::int32_t v) const;
+  void count_waits(const Program& program);
 };
 
 }  // namespace disco

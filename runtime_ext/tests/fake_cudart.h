@@ -29,6 +29,8 @@ class FakeCudart {
   static constexpr int kAlreadyEnabled = 704;
   static constexpr int kNotReady = 600;
   static constexpr int kLaunchFailure = 719;
+  static constexpr int kCaptureUnsupported = 900;
+  static constexpr int kCaptureInvalidated = 901;
 
   explicit FakeCudart(std::uint64_t seed) {
     random_.seed(seed);
@@ -92,18 +94,76 @@ class FakeCudart {
     api.host_unregister = [](void*) { return current_->call("cudaHostUnregister"); };
     api.get_last_error = [] { return std::exchange(current_->last_error, 0); };
     api.error_string = [](int code) { return code == kLaunchFailure ? "launch failure" : "invalid handle"; };
+    api.graphs = graph_api();
+    return api;
+  }
+
+  static GraphApi graph_api() {
+    GraphApi api;
+    api.begin_capture = [](CudaStream stream, int) { return current_->begin_capture(stream); };
+    api.end_capture = [](CudaStream, CudaGraph* graph) { return current_->end_capture(graph); };
+    api.is_capturing = [](CudaStream stream, int* status) {
+      *status = stream != current_->capturing_ ? 0 : current_->capture_broken_ ? 2 : 1;
+      return current_->call("cudaStreamIsCapturing");
+    };
+    api.instantiate = [](CudaGraphExec* exec, CudaGraph graph, unsigned long long) {
+      return current_->instantiate(exec, graph);
+    };
+    api.launch = [](CudaGraphExec exec, CudaStream stream) { return current_->launch_graph(exec, stream); };
+    api.exec_destroy = [](CudaGraphExec exec) {
+      return current_->execs_.erase(exec) == 1 ? 0 : kInvalidHandle;
+    };
+    api.destroy = [](CudaGraph graph) { return current_->graphs_.erase(graph) == 1 ? 0 : kInvalidHandle; };
+    api.nodes = [](CudaGraph graph, CudaGraphNode* nodes, std::size_t* count) {
+      std::vector<Node>& all = current_->graphs_.at(graph);
+      for (std::size_t i = 0; nodes != nullptr && i < *count; ++i) nodes[i] = &all.at(i);
+      *count = all.size();
+      return current_->call("cudaGraphGetNodes");
+    };
+    api.node_type = [](CudaGraphNode node, int* type) {
+      *type = static_cast<Node*>(node)->type;
+      return 0;
+    };
+    api.memcpy_parameters = [](CudaGraphNode node, void* found) {
+      const auto& [source, target] = static_cast<Node*>(node)->ends;
+      auto* words = static_cast<const void**>(found);
+      words[4] = source;  // behind an array and a position
+      words[12] = target;
+      return 0;
+    };
+    api.pointer_attributes = [](void* found, const void* ptr) {
+      *static_cast<int*>(found) = current_->host_memory.count(ptr) > 0 ? 1 : 2;
+      return 0;
+    };
+    api.event_record_with_flags = [](CudaEvent event, CudaStream stream, unsigned flags) {
+      return flags == 0 ? current_->record(event, stream) : current_->record_in_graph(event, stream);
+    };
+    api.launch_host_function = [](CudaStream stream, void (*function)(void*), void* argument) {
+      if (const int code = current_->call("cudaLaunchHostFunc"); code != 0) return code;
+      current_->put(stream, {3, [=] { function(argument); }});
+      return 0;
+    };
+    api.memory_info = [](std::size_t* free, std::size_t* total) {
+      *total = std::size_t{1} << 40;
+      *free = *total - current_->execs_.size() * current_->graph_bytes;
+      return current_->call("cudaMemGetInfo");
+    };
     return api;
   }
 
   // What a kernel launch does.
-  void launch(CudaStream stream, std::function<void()> kernel) {
-    queues_.at(stream).push_back({std::move(kernel)});
+  void launch(CudaStream stream, std::function<void()> kernel, int tag = -1) {
+    put(stream, {0, std::move(kernel), nullptr, {}, tag});
   }
 
   // While this is on, nothing of `stream` is done.
   void hold(CudaStream stream) { held_.store(stream); }
+  // Kernels that were launched with this tag do not start.
+  std::atomic<int> held_tag{-1};
 
-  int objects() const { return static_cast<int>(queues_.size() + events_.size()); }
+  int objects() const {
+    return static_cast<int>(queues_.size() + events_.size() + graphs_.size() + execs_.size());
+  }
 
   int calls = 0;
   std::map<std::string, int> named;  // calls of each name
@@ -122,8 +182,18 @@ class FakeCudart {
   int created = 0;
   std::vector<int> copy_kinds;
   int peer_copies = 0;
+  std::size_t graph_bytes = 4096;     // of the device's memory, each
+  bool events_reset = true;           // an event of a graph does not count as done once the graph is launched
+  std::set<const void*> host_memory;  // all other addresses are the device's
 
  private:
+  struct Node {
+    int type = 0;  // cudaGraphNodeType
+    std::function<void()> action;
+    CudaEvent event = nullptr;
+    std::pair<const void*, const void*> ends = {};  // of a copy
+    int tag = -1;
+  };
   struct Event {
     std::uint64_t recorded = 0;
     std::uint64_t reached = 0;
@@ -133,7 +203,62 @@ class FakeCudart {
     std::function<void()> action;
     const Event* event = nullptr;  // wait until it has reached `generation`
     std::uint64_t generation = 0;
+    bool blocks = false;  // runs only while somebody waits for its stream
+    int tag = -1;
   };
+
+  void put(CudaStream stream, Node node) {
+    if (stream == capturing_) {
+      captured_.push_back(std::move(node));
+    } else {
+      run(stream, node);
+    }
+  }
+  void run(CudaStream stream, const Node& node) {
+    queues_.at(stream).push_back({node.action, nullptr, 0, node.type == 3, node.tag});
+  }
+  int begin_capture(CudaStream stream) {
+    if (const int code = call("cudaStreamBeginCapture"); code != 0) return code;
+    capturing_ = stream;
+    capture_broken_ = false;
+    captured_.clear();
+    return 0;
+  }
+  int end_capture(CudaGraph* graph) {
+    const bool broken = std::exchange(capturing_, nullptr) == nullptr || capture_broken_;
+    if (const int code = call("cudaStreamEndCapture"); code != 0) return code;
+    if (broken) return last_error = kCaptureInvalidated;
+    *graph = reinterpret_cast<CudaGraph>(++next_handle_);
+    graphs_[*graph] = std::move(captured_);
+    return 0;
+  }
+  int refuse_in_capture() {
+    capture_broken_ = true;
+    return last_error = kCaptureUnsupported;
+  }
+  int instantiate(CudaGraphExec* exec, CudaGraph graph) {
+    if (const int code = call("cudaGraphInstantiateWithFlags"); code != 0) return code;
+    *exec = reinterpret_cast<CudaGraphExec>(++next_handle_);
+    execs_[*exec] = graphs_.at(graph);
+    return 0;
+  }
+  int launch_graph(CudaGraphExec exec, CudaStream stream) {
+    if (const int code = call("cudaGraphLaunch"); code != 0) return code;
+    for (const Node& node : execs_.at(exec)) {
+      if (node.event == nullptr) {
+        run(stream, node);
+      } else {
+        put_record(events_.at(node.event).get(), stream, events_reset);
+      }
+    }
+    return 0;
+  }
+  int record_in_graph(CudaEvent event, CudaStream stream) {
+    if (const int code = call("cudaEventRecordWithFlags"); code != 0) return code;
+    if (stream != capturing_) return last_error = kInvalidHandle;
+    put(stream, {7, {}, event});
+    return 0;
+  }
 
   int call(const char* name) {
     const int number = calls++;
@@ -160,23 +285,27 @@ class FakeCudart {
   int destroy_event(CudaEvent event) { return events_.erase(event) == 1 ? 0 : kInvalidHandle; }
   int record(CudaEvent handle, CudaStream stream) {
     if (const int code = call("cudaEventRecord"); code != 0) return code;
-    Event* event = events_.at(handle).get();
-    const std::uint64_t generation = ++event->recorded;
+    if (stream == capturing_) return refuse_in_capture();
+    put_record(events_.at(handle).get(), stream, true);
+    return 0;
+  }
+  void put_record(Event* event, CudaStream stream, bool resets) {
+    const std::uint64_t generation = resets ? ++event->recorded : event->recorded;
     queues_.at(stream).push_back({[this, event, generation] {
       event->reached = generation;
       event->time = ++clock_;
     }});
-    return 0;
   }
   int wait_event(CudaStream stream, CudaEvent handle) {
     if (const int code = call("cudaStreamWaitEvent"); code != 0) return code;
+    if (stream == capturing_) return refuse_in_capture();
     const Event* event = events_.at(handle).get();
     queues_.at(stream).push_back({{}, event, event->recorded});
     return 0;
   }
   int query(CudaEvent handle) {
     for (auto& [stream, queue] : queues_) {
-      while (!queue.empty() && stream != held_.load() && random_.below(3) != 0 && step(queue)) {
+      while (!queue.empty() && stream != held_.load() && random_.below(3) != 0 && step(queue, false)) {
       }
     }
     if (const int code = call("cudaEventQuery"); code != 0) return code;
@@ -184,9 +313,11 @@ class FakeCudart {
     return event.reached == event.recorded ? 0 : (last_error = kNotReady);
   }
   int synchronize(CudaStream stream) {
-    while (!queues_.at(stream).empty()) {
+    if (stream == capturing_) return refuse_in_capture();
+    const bool lost = sticky && fail_at >= 0 && calls > fail_at;
+    while (!queues_.at(stream).empty() && !lost) {
       for (auto& [handle, queue] : queues_) {
-        if (!queue.empty() && handle != held_.load()) step(queue);
+        if (!queue.empty() && handle != held_.load()) step(queue, true);
       }
     }
     return call("cudaStreamSynchronize");
@@ -199,7 +330,7 @@ class FakeCudart {
   int copy(void* dst, const void* src, std::size_t bytes, int kind, CudaStream stream) {
     if (const int code = call("cudaMemcpyAsync"); code != 0) return code;
     copy_kinds.push_back(kind);
-    queues_.at(stream).push_back({[=] { std::memcpy(dst, src, bytes); }});
+    put(stream, {1, [=] { std::memcpy(dst, src, bytes); }, nullptr, {src, dst}});
     return 0;
   }
   int enable_peer(int peer) {
@@ -217,8 +348,9 @@ class FakeCudart {
     }});
     return 0;
   }
-  static bool step(std::deque<Command>& queue) {
+  bool step(std::deque<Command>& queue, bool may_block) {
     const Command& command = queue.front();
+    if ((command.blocks && !may_block) || (command.tag >= 0 && command.tag == held_tag)) return false;
     if (command.event != nullptr && command.event->reached < command.generation) return false;
     if (command.action) command.action();
     queue.pop_front();
@@ -232,6 +364,11 @@ class FakeCudart {
   std::atomic<CudaStream> held_{nullptr};
   std::map<CudaStream, std::deque<Command>> queues_;
   std::map<CudaEvent, std::unique_ptr<Event>> events_;
+  CudaStream capturing_ = nullptr;
+  bool capture_broken_ = false;
+  std::vector<Node> captured_;
+  std::map<CudaGraph, std::vector<Node>> graphs_;
+  std::map<CudaGraphExec, std::vector<Node>> execs_;
 };
 
 }  // namespace disco::testing

@@ -230,7 +230,8 @@ TEST(Schedule, AFixedOrderPutsWhatOpensTheGateFirst) {
   // ever.
   const Program program = build({input(kLate), kernel(0), kernel(1, kOut), kernel(2)}, {{0, 1}, {1, 3}});
   const auto devices = host();
-  const Schedule schedule(program, devices, {});
+  NoOps runner;
+  const Schedule schedule(program, devices, runner, {});
   EXPECT_EQ(schedule.serial, (std::vector<std::int32_t>{2, 1, 3}));
 }
 

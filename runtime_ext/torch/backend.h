@@ -25,6 +25,9 @@ class EngineSide {
   // Runs or launches op `op` of `table` on a compute stream of device `number`, counted among those that were
   // started; on the thread that has the stream.
   virtual void run(const OpTable& table, std::int32_t op, int number, int stream) = 0;
+  // See OpRunner, of device `number`.
+  virtual void before_recording(int /*number*/, int /*stream*/) {}
+  virtual void settings(std::vector<std::uint64_t>& /*words*/) {}
   // On the caller's thread: all that the engine launches from now on comes after the work that this thread
   // has put on PyTorch's current stream.
   virtual void put_after_caller() {}

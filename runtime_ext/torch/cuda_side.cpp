@@ -1,5 +1,6 @@
 #include "cuda_side.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/mm.h>
@@ -11,9 +12,15 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
+#include <map>
+#include <mutex>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
+#include "../core/current_device.h"
+#include "../core/launch_graphs.h"
 #include "backend.h"
 #include "ops.h"
 #include "peer_paths.h"
@@ -101,22 +108,81 @@ class PlannedRanges {
   std::vector<const void*> bases_;
 };
 
+// Workspaces that recorded launches use, as long as this lives.
+class KeptWorkspaces {
+ public:
+  KeptWorkspaces() = default;
+  ~KeptWorkspaces() {
+    for (Workspace* workspace : kept_) workspace->keep(false);
+  }
+  KeptWorkspaces(const KeptWorkspaces&) = delete;
+  KeptWorkspaces& operator=(const KeptWorkspaces&) = delete;
+  void add(CudaStream stream) {
+    Workspace& workspace = Workspace::of(stream);
+    if (std::find(kept_.begin(), kept_.end(), &workspace) != kept_.end()) return;
+    kept_.push_back(&workspace);
+    workspace.keep(true);
+  }
+
+ private:
+  std::vector<Workspace*> kept_;
+};
+
+// Why engines launch no graphs on a GPU, or ""; tried once in a process.
+std::string graphs_refused(const CudartApi& api, int ordinal) {
+  static std::mutex mutex;
+  static std::map<int, std::string> known;
+  const std::lock_guard lock(mutex);
+  if (const auto found = known.find(ordinal); found != known.end()) return found->second;
+  // Set to find the kernel that is at fault, which a graph would hide.
+  if (const char* blocking = std::getenv("CUDA_LAUNCH_BLOCKING"); blocking != nullptr && *blocking == '1')
+    return "CUDA_LAUNCH_BLOCKING is set";
+  const CurrentDevice current(api, ordinal);
+  return known.emplace(ordinal, LaunchGraphs::trial(api)).first->second;
+}
+
 // One GPU of an engine.
 struct Gpu {
   c10::Device where;
   CudaDevice& device;
   std::unique_ptr<CallerOrder> caller;
-  std::vector<BlasWarmup> warmups;  // by compute stream; used by the loop thread alone
+  std::vector<BlasWarmup> warmups;   // by compute stream; used by the loop thread alone
+  std::vector<BlasWarmup> recorded;  // likewise, for launches that are recorded
 };
+
+// PyTorch's settings by which ops choose their kernels. Steps that begin under others have plans of their
+// own; this is for those that change in the middle of one.
+void kernel_settings(std::vector<std::uint64_t>& words) {
+  at::Context& context = at::globalContext();
+  const auto add = [&](auto value) { words.push_back(static_cast<std::uint64_t>(value)); };
+  constexpr std::uint64_t kContradictory = 2;
+  try {
+    add(context.allowTF32CuBLAS());
+  } catch (const c10::Error&) {
+    add(kContradictory);
+  }
+  add(context.allowFP16ReductionCuBLAS());
+  add(context.allowBF16ReductionCuBLAS());
+  add(context.allowFP16AccumulationCuBLAS());
+  add(context.blasPreferredBackend());
+  add(context.deterministicAlgorithms());
+  add(context.userEnabledCuDNN());
+  add(context.benchmarkCuDNN());
+  add(context.deterministicCuDNN());
+  add(context.userEnabledFlashSDP());
+  add(context.userEnabledMemEfficientSDP());
+  add(context.userEnabledMathSDP());
+}
 
 class CudaSide : public EngineSide {
  public:
   CudaSide(const std::vector<StartedOn>& given, const std::vector<std::unique_ptr<Device>>& devices) {
     for (std::size_t i = 0; i < given.size(); ++i) {
       auto& device = static_cast<CudaDevice&>(*devices[i]);
-      Gpu& gpu = gpus_.emplace_back(Gpu{given[i].device, device, nullptr, {}});
+      Gpu& gpu = gpus_.emplace_back(Gpu{given[i].device, device, nullptr, {}, {}});
       for (int stream = 0; stream < device.compute_streams(); ++stream) {
         gpu.warmups.emplace_back(gpu.where, device.native_stream(stream));
+        if (device.repeats()) gpu.recorded.emplace_back(gpu.where, device.native_stream(stream));
       }
       ranges_.add(given[i].arena);
     }
@@ -133,10 +199,19 @@ class CudaSide : public EngineSide {
 
   void run(const OpTable& table, std::int32_t op, int number, int stream) override {
     Gpu& gpu = gpus_[static_cast<std::size_t>(number)];
-    const StreamScope scope(gpu.where, gpu.device.native_stream(stream));
-    gpu.warmups[static_cast<std::size_t>(stream)].run();
+    const StreamScope scope(gpu.where, gpu.device.launch_stream(stream));
+    if (!gpu.device.recording()) gpu.warmups[static_cast<std::size_t>(stream)].run();
     table.run(op);
   }
+  // The thread's products on the stream that records take the same workspace as on the one where the graph
+  // runs.
+  void before_recording(int number, int stream) override {
+    Gpu& gpu = gpus_[static_cast<std::size_t>(number)];
+    const StreamScope scope(gpu.where, gpu.device.launch_stream(stream));
+    gpu.recorded[static_cast<std::size_t>(stream)].run();
+    workspaces_.add(gpu.device.native_stream(stream));
+  }
+  void settings(std::vector<std::uint64_t>& words) override { kernel_settings(words); }
   void put_after_caller() override {
     for (const Gpu& gpu : gpus_) gpu.caller->put_after_caller();
   }
@@ -145,6 +220,7 @@ class CudaSide : public EngineSide {
  private:
   std::vector<Gpu> gpus_;
   PlannedRanges ranges_;
+  KeptWorkspaces workspaces_;
 };
 
 class CudaBackend : public Backend {
@@ -167,6 +243,8 @@ class CudaBackend : public Backend {
       options.compute_streams = settings.host.compute_streams;
       options.window = std::max(options.window, settings.engine.lookahead + 2);
       options.streams = CudaStreams::shared(api, options.ordinal);
+      if (settings.engine.graphs) options.no_graphs = graphs_refused(api, options.ordinal);
+      options.graphs = settings.engine.graphs && options.no_graphs.empty();
       for (std::size_t i = 0; i < devices.size(); ++i) {
         const c10::Device other = devices[i].device;
         if (other == each.device) continue;

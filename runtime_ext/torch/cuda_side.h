@@ -58,6 +58,7 @@ class CallerOrder {
 // made before.
 class BlasWarmup {
  public:
+  // `stream`: whose workspace the products take, in whatever stream they are made.
   BlasWarmup(c10::Device device, CudaStream stream);
   // Before each op, on the thread and the stream that will run it: takes the workspace unless it is taken.
   // All data types at the first call, later one product of each kind.

@@ -12,12 +12,13 @@ namespace {
 using Setter = void (*)(Settings&, double);
 
 // Every option that Python gives, by name.
-constexpr std::array<std::pair<const char*, Setter>, 12> kOptions = {{
+constexpr std::array<std::pair<const char*, Setter>, 13> kOptions = {{
     {"dispatch",
      [](Settings& to, double v) { to.engine.dispatch = static_cast<Dispatch>(static_cast<int>(v)); }},
     {"seed", [](Settings& to, double v) { to.engine.seed = static_cast<std::uint64_t>(v); }},
     {"lookahead", [](Settings& to, double v) { to.engine.lookahead = static_cast<int>(v); }},
     {"copy_piece", [](Settings& to, double v) { to.engine.copy_piece = static_cast<std::int64_t>(v); }},
+    {"launch_graphs", [](Settings& to, double v) { to.engine.graphs = v != 0; }},
     {"stall_timeout", [](Settings& to, double v) { to.engine.stall_timeout = v; }},
     {"time_ops", [](Settings& to, double v) { to.engine.time_ops = v != 0; }},
     {"compute_threads", [](Settings& to, double v) { to.compute_threads = static_cast<int>(v); }},

@@ -179,7 +179,7 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
                  std::to_string(schema.size()));
   }
   const Backend& backend = backend_of(place_.side);
-  PreparedOp op{*handle, place_, {}, {}, {}, {}, {}, {}, false, backend.kernels(), label, {}};
+  PreparedOp op{*handle, place_, {}, {}, {}, {}, {}, {}, false, backend.kernels(), label, {}, {}};
   for (std::size_t i = 0; i < schema.size(); ++i) {
     try {
       op.args.push_back(decode(encoded[i], schema[i].type()));
@@ -188,6 +188,7 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
       bad_argument(label + ": argument '" + schema[i].name() + "': " + message_of(error));
     }
   }
+  for (const IValue& value : op.args) note_externals(value, op.externals);
   convert_numbers(name, op.args);
   const auto external = [](const void* table, const c10::StorageImpl* storage) {
     return static_cast<const OpTable*>(table)->is_external(storage);
@@ -206,6 +207,7 @@ void OpTable::expect_result(std::int32_t op, ResultMode mode, const IValue& wher
   if (mode != ResultMode::kIgnored) {
     expected.where = decode_tensor(tuple_elements(where));
     check_place(expected.where, ops_.at(op).place.device);
+    note_externals(expected.where, ops_.at(op).externals);
   }
   ops_.at(op).results.push_back(std::move(expected));
 }
@@ -295,20 +297,44 @@ bool OpTable::is_external(const c10::StorageImpl* storage) const {
   });
 }
 
+void OpTable::note_externals(const IValue& value, std::vector<std::int64_t>& externals) const {
+  if (value.isList()) {
+    for (const IValue& element : value.toListRef()) note_externals(element, externals);
+    return;
+  }
+  if (!value.isTensor() || !value.toTensor().defined()) return;
+  for (const std::int64_t index : externals_) {
+    const c10::Storage& storage = storages_[static_cast<std::size_t>(index)];
+    if (storage.unsafeGetStorageImpl() == value.toTensor().storage().unsafeGetStorageImpl())
+      externals.push_back(index);
+  }
+}
+
+bool OpTable::repeats(std::int32_t index) const {
+  const PreparedOp& op = ops_.at(static_cast<std::size_t>(index));
+  return op.place.side == Side::kDevice && !op.rng && op.scheduled && op.loose.nbytes == 0;
+}
+
+void OpTable::external_addresses(std::int32_t index, std::vector<std::uint64_t>& words) const {
+  for (const std::int64_t storage : ops_[static_cast<std::size_t>(index)].externals) {
+    words.push_back(reinterpret_cast<std::uintptr_t>(address(storage)));
+  }
+}
+
 void OpTable::run(std::int32_t index) const {
   const PreparedOp& op = ops_[static_cast<std::size_t>(index)];
   if (op.direct) {
     op.direct->run();
     return;
   }
-  if (op.fused) {
-    op.fused->run();
-    return;
-  }
   std::optional<ThreadGuards> guards;
-  if (!guarded_for_good) guards.emplace();
+  if (!op.fused && !guarded_for_good) guards.emplace();
   try {
-    run_boxed(op);
+    if (op.fused) {
+      op.fused->run();
+    } else {
+      run_boxed(op);
+    }
   } catch (const std::exception& error) {
     throw std::runtime_error(op.label + ": " + message_of(error));
   }

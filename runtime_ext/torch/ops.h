@@ -59,6 +59,7 @@ struct PreparedOp {
   c10::DispatchKeySet kernels;  // see Backend::kernels
   std::string label;
   std::optional<RngSite> rng;
+  std::vector<std::int64_t> externals;  // storages that it uses whose pointers are swapped
 };
 
 // What one call allocated while recorded, and what it returned. `result_blocks[i]` is the index of the block
@@ -137,6 +138,11 @@ class OpTable {
 
   // Runs an op on this thread. Throws std::runtime_error with the op's label.
   void run(std::int32_t op) const;
+  // Whether what an op launches is the same in each step, but for the addresses of external storages: it
+  // draws no random numbers, and what it allocates does not depend on values.
+  bool repeats(std::int32_t op) const;
+  // Appends the addresses of the external storages that an op uses.
+  void external_addresses(std::int32_t op, std::vector<std::uint64_t>& words) const;
   // Whether `run` calls the op without the dispatcher.
   bool is_direct(std::int32_t op) const { return ops_.at(op).direct.has_value(); }
   // Runs an op with PyTorch's own allocator, and reports what it allocated and returned.
@@ -155,6 +161,7 @@ class OpTable {
   at::Tensor decode_tensor(c10::ArrayRef<c10::IValue> encoded) const;
   at::Tensor make_tensor(c10::ArrayRef<c10::IValue> encoded) const;
   bool is_external(const c10::StorageImpl* storage) const;
+  void note_externals(const c10::IValue& value, std::vector<std::int64_t>& externals) const;
   c10::IValue decode_enum(const std::string& kind, const std::string& value) const;
   c10::Device decode_device(const std::string& name) const;
   const Backend& backend_of(Side side) const;

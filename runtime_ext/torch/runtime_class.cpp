@@ -129,6 +129,20 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     }
   }
 
+  bool repeats(std::int32_t op, int device) override {
+    return places_[static_cast<std::size_t>(device)].side == Side::kDevice && ops_->table.repeats(op);
+  }
+  void before_recording(int device, int stream) override {
+    side_->before_recording(numbers_[static_cast<std::size_t>(device)], stream);
+  }
+  void depends_on(std::int32_t op, std::vector<std::uint64_t>& words) override {
+    ops_->table.external_addresses(op, words);
+  }
+  void settings(std::vector<std::uint64_t>& words) override {
+    words.push_back(static_cast<std::uint64_t>(failing_));
+    side_->settings(words);
+  }
+
   // A caller's own OpenMP team serves the ops if it has the size that they were recorded with. Only a device
   // whose ops run on threads of this process has made such a thread known (`plain_`).
   bool enter() override {
@@ -255,6 +269,7 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     c10::Dict<std::string, double> out;
     out.insert("steps", static_cast<double>(step.steps));
     out.insert("vertices", static_cast<double>(step.vertices));
+    out.insert("launches", static_cast<double>(step.launches));
     out.insert("offload_bytes", static_cast<double>(step.offload_bytes));
     out.insert("reload_bytes", static_cast<double>(step.reload_bytes));
     out.insert("transfer_bytes", static_cast<double>(step.transfer_bytes));
@@ -265,6 +280,11 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     out.insert("engine_seconds", static_cast<double>(step.loop_ns) * 1e-9);
     out.insert("c10_allocations", static_cast<double>(engine_allocations() - allocations_before_));
     return out;
+  }
+  // Graphs, kernels in them, bytes of device memory that they take; and why a kernel is in none, or "".
+  std::tuple<std::int64_t, std::int64_t, std::int64_t, std::string> launch_graphs() {
+    const GraphFigures figures = engine_->graph_figures();
+    return {figures.graphs, figures.kernels, figures.bytes, figures.refused};
   }
   bool ran(std::int64_t vertex) { return engine_->ran(static_cast<std::int32_t>(vertex)); }
   std::int64_t ops_run(std::int64_t device) { return engine_->ops_run(static_cast<int>(device)); }
@@ -376,6 +396,7 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("last_error", &TorchEngine::last_error)
       .def("events", &TorchEngine::events)
       .def("counters", &TorchEngine::counters)
+      .def("launch_graphs", &TorchEngine::launch_graphs)
       .def("ops_run", &TorchEngine::ops_run)
       .def("add_leaving", &TorchEngine::add_leaving)
       .def("copies", &TorchEngine::copies)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <utility>
 
 namespace disco {
 namespace {
@@ -34,8 +35,16 @@ void Workspace::release_unused() {
   const std::lock_guard lock(table().mutex);
   for (const auto& [stream, workspace] : table().by_stream) {
     const std::lock_guard pieces(workspace->mutex_);
-    if (workspace->holders_ == 0) workspace->pieces_.clear();
+    if (workspace->holders_ > 0) continue;
+    workspace->release_asked_ = workspace->kept_ > 0;
+    if (workspace->kept_ == 0) workspace->pieces_.clear();
   }
+}
+
+void Workspace::keep(bool on) {
+  const std::lock_guard lock(mutex_);
+  kept_ += on ? 1 : -1;
+  if (kept_ == 0 && holders_ == 0 && std::exchange(release_asked_, false)) pieces_.clear();
 }
 
 void Workspace::watch(std::uint64_t seen) {

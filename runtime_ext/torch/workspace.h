@@ -27,6 +27,10 @@ class Workspace {
   // Goes up whenever PyTorch gives a piece back: then it must be taken again before the next op.
   std::uint64_t returned() const { return returned_.load(std::memory_order_acquire); }
 
+  // Until this is called again with false, release_unused() frees nothing of this one, but notes that it was
+  // asked: recorded launches use it.
+  void keep(bool on);
+
   // From now on this thread runs ops that count on what was returned `seen` times being taken.
   void watch(std::uint64_t seen);
   // For the allocator's decorator: the workspace that an op of this thread may be asking for within a step,
@@ -47,6 +51,7 @@ class Workspace {
       ptr = pieces_.back().block.get();
     }
     ++holders_;
+    release_asked_ = false;
     return {ptr, this, &Workspace::give_back, device};
   }
 
@@ -60,6 +65,8 @@ class Workspace {
   std::mutex mutex_;
   std::vector<Piece> pieces_;
   std::int64_t holders_ = 0;
+  std::int64_t kept_ = 0;
+  bool release_asked_ = false;  // while it was kept and nobody held it
   std::atomic<std::uint64_t> returned_{0};
 };
 

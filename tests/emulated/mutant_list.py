@@ -12,6 +12,8 @@ _SIDE = (
 )
 _CALLS = "tests/emulated/test_calls.py::"
 _STEADY = (_ORDER + "test_a_steady_step_takes_nothing_and_ends_within_what_the_driver_gave",)
+_GRAPH_TESTS = "tests/emulated/test_launch_graphs.py::"
+_GRAPH_STEPS = (_GRAPH_TESTS + "test_batches_at_addresses_of_their_own",)
 _HOST = "tests/emulated/test_host_optimizer.py::"
 _UPDATES = "tests/emulated/test_update_faults.py::"
 _SECOND = "tests/emulated/test_second_device.py::"
@@ -24,6 +26,8 @@ _STREAMS = ("tests/emulated/test_engine.py::test_several_compute_streams_have_wo
 _CLASS = "runtime_ext/torch/runtime_class.cpp"
 _CUDA = "runtime_ext/torch/cuda_side.cpp"
 _DEVICE = "runtime_ext/core/cuda_device.cpp"
+_GRAPHS = "runtime_ext/core/launch_graphs.cpp"
+_SEGMENTS = "runtime_ext/core/segments.cpp"
 _PEERS = "runtime_ext/core/peer_copies.cpp"
 _GRADIENTS = "disco_accel/step/placement/gradient_memory.py"
 _JITTER = {"EMULATED_JITTER_US": 500, "EMULATED_SEED": 1}
@@ -64,15 +68,15 @@ MUTANTS = (
     Mutant(
         "no workspace warm-up",
         _CUDA,
-        "    gpu.warmups[static_cast<std::size_t>(stream)].run();\n",
+        "    if (!gpu.device.recording()) gpu.warmups[static_cast<std::size_t>(stream)].run();\n",
         "",
         _STEADY,
     ),
     Mutant(
         "wrong stream",
         _CUDA,
-        "const StreamScope scope(gpu.where, gpu.device.native_stream(stream));",
-        "const StreamScope scope(gpu.where, nullptr);",
+        "gpu.device.launch_stream(stream));\n    if (",
+        "nullptr);\n    if (",
         _SIDE,
     ),
     Mutant("missing event", _DEVICE, "  if (source.finished >= token) return;\n", "  return;\n", _STREAMS, _LATE),
@@ -87,7 +91,7 @@ MUTANTS = (
     Mutant(
         "event before the token",
         _DEVICE,
-        "source.events[source.slot(source.covered_by(token))]",
+        "source.recorded[source.slot(source.covered_by(token))]",
         "source.events[source.slot(token - 1)]",
         _STREAMS,
         _LATE,
@@ -117,8 +121,8 @@ MUTANTS = (
     Mutant(
         "copy ends with its first piece",
         "runtime_ext/core/launch.cpp",
-        "    if (entry.last) {\n      finish(entry.vertex);",
-        "    if (state_[entry.vertex] != State::kDone) {\n      finish(entry.vertex);",
+        "    if (entry.last) {\n      for (",
+        "    if (state_[entry.vertex] != State::kDone) {\n      for (",
         _SIDE,
         {**_SLOW, "EMULATED_COPY_PIECE": 20_000},
     ),
@@ -293,5 +297,65 @@ MUTANTS = (
         'has filled it."""\n',
         _EVICTED,
         _SLOW,
+    ),
+    Mutant(
+        "no wait in front of a graph",
+        _SEGMENTS,
+        "return std::any_of(predecessors.begin(),",
+        "return false && std::any_of(predecessors.begin(),",
+        _GRAPH_STEPS,
+        _LATE,
+        also=(
+            (
+                _SEGMENTS,
+                "if (leader[s] == leader[v]) continue;",
+                "if (leader[s] == leader[v] || (leader[s] != s && program.kind[v] == Kind::kCopy)) continue;",
+            ),
+        ),
+    ),
+    Mutant(
+        "graph with a stale address",
+        _GRAPHS,
+        "    if (moved.empty()) return known.graph.get();\n",
+        "    return known.graph.get();\n",
+        _GRAPH_STEPS,
+    ),
+    Mutant(
+        "graph on another stream",
+        _DEVICE,
+        "graphs_->launch(*graph, lane.stream);",
+        "graphs_->launch(*graph, streams_->clock());",
+        _GRAPH_STEPS,
+        _JITTER,
+    ),
+    Mutant(
+        "kernels recorded in another order",
+        _GRAPHS,
+        "runner.run(segment.ops[i], device, stream);",
+        "runner.run(segment.ops[segment.ops.size() - 1 - i], device, stream);",
+        _GRAPH_STEPS,
+    ),
+    Mutant(
+        "end of a graph's first part taken for all",
+        _DEVICE,
+        "lane.recorded[slot] = graph->events[part];",
+        "lane.recorded[slot] = graph->events[0];",
+        _GRAPH_STEPS,
+        _JITTER,
+    ),
+    Mutant(
+        "graph under other settings",
+        _GRAPHS,
+        "    if (words_ != known.graph->settings) return nullptr;\n",
+        "",
+        (_GRAPH_TESTS + "test_settings_that_change_between_forward_and_backward",),
+    ),
+    Mutant(
+        "recorded where others launch",
+        _GRAPHS,
+        "recording_ = streams_->recording();",
+        "recording_ = streams_->compute(0);",
+        (_GRAPH_TESTS + "test_two_models_train_in_two_threads",),
+        _JITTER,
     ),
 )

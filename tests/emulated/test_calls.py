@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.models import SMALL, arena_llama, batch_for, with_adapter
+from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import VertexKind
 from tests.emulated import device
@@ -42,27 +43,50 @@ def counted(run: Any) -> dict[str, int]:
     return {name: number - before.get(name, 0) for name, number in device.counts().items()}
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
-def test_a_kernel_costs_little_beside_its_launch(lookahead: int) -> None:
-    """A LoRA step in the least memory. On one device the engine neither asks which is current nor sets it."""
+def lora_step(budget: str | None = None, **options: Any) -> tuple[Any, Any, MemGraph, dict[str, torch.Tensor]]:
+    """A LoRA model, its batch, its plan with usual times, run by an engine with ``options``, and the results of a step.
+    ``budget``: the least if none is given."""
     base, _ = arena_llama(SMALL, dtype=torch.float32, attention="eager", source=CUDA)
     batch = batch_for(SMALL["vocab_size"], 2, 16, CUDA)
-    model = least(with_adapter(base, rank=4, checkpointing=True), lambda m: step(m, batch))
+    model = with_adapter(base, rank=4, checkpointing=True)
+    if budget is None:
+        least(model, lambda m: step(m, batch))
+    else:
+        prepare(model, DiscoConfig(memory_budget=budget, device="cuda"))
     expected = step(model, batch)
+    expected.pop("generator")
     current, memory = state_of(model).memory.current, state_of(model).memory
     assert current is not None
     plan = usual(current.plan)
-    options = dataclasses.replace(current.engine, lookahead=lookahead)
-    before = current.use(current.make_executor(options, arenas=memory.arenas, plan=plan))
+    before = current.use(
+        current.make_executor(dataclasses.replace(current.engine, **options), arenas=memory.arenas, plan=plan)
+    )
     assert before is not None
     before.close()
     current.executor.invalidate()
-    step(model, batch)
+    return model, batch, plan, expected
+
+
+def steady_calls(model: Any, batch: Any, expected: dict[str, torch.Tensor], warm: int = 1) -> dict[str, int]:
+    """Calls of a step after ``warm`` others; each of them has the expected bits."""
     got: dict[str, torch.Tensor] = {}
-    calls = counted(lambda: got.update(step(model, batch)))
-    got.pop("generator"), expected.pop("generator")
-    assert_same(got, expected)
-    kernels = sum(vertex.kind is VertexKind.KERNEL for vertex in plan.vertices)
+    for _ in range(warm + 1):
+        calls = counted(lambda: got.update(step(model, batch)))
+        got.pop("generator")
+        assert_same(got, expected)
+    return calls
+
+
+def kernels_of(plan: MemGraph) -> int:
+    return sum(vertex.kind is VertexKind.KERNEL for vertex in plan.vertices)
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_kernel_costs_little_beside_its_launch(lookahead: int) -> None:
+    """A LoRA step in the least memory. On one device the engine neither asks which is current nor sets it."""
+    model, batch, plan, expected = lora_step(lookahead=lookahead, launch_graphs=False)
+    calls = steady_calls(model, batch, expected)
+    kernels = kernels_of(plan)
     copies = sum(calls.get(f"copy {way}", 0) for way in ("h2d", "d2h"))
     told = f"{kernels} kernels, {copies} copies, {leaving(plan)} kernels before one, K = {lookahead}: " + ", ".join(
         f"{calls.get(name, 0)} {name}" for name in _CALLS
@@ -76,3 +100,20 @@ def test_a_kernel_costs_little_beside_its_launch(lookahead: int) -> None:
         return
     # An event for each half of the window in time, one for each kernel that a copy waits for, and some in between.
     assert records + calls.get("cudaStreamWaitEvent", 0) <= 0.6 * kernels, told
+
+
+@pytest.mark.parametrize(("budget", "share"), [("1GiB", 20), (None, 2)])
+def test_kernels_that_follow_each_other_are_launched_as_one(budget: str | None, share: int) -> None:
+    """A LoRA step with all of its memory, and in the least, where copies come between: no more calls of kernels and
+    graphs than one in ``share`` of its kernels, and the same bits."""
+    model, batch, plan, expected = lora_step(budget, launch_graphs=True)
+    calls = steady_calls(model, batch, expected, warm=7)
+    figures, kernels = stats(model), kernels_of(plan)
+    # Beside the plan's, PyTorch launches some kernels of the caller's.
+    told = f"{kernels} kernels, {figures['launches']} launches, {figures['launch_graphs']}, " + ", ".join(
+        f"{calls.get(name, 0)} {name}" for name in ("kernels", "cudaGraphLaunch", *_CALLS)
+    )
+    print(told)
+    assert figures["launches"] <= kernels / share, told
+    assert figures["launch_graphs"]["graphs"] == calls["cudaGraphLaunch"], told
+    assert not calls.get("cudaStreamBeginCapture", 0), told

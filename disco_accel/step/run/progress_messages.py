@@ -91,9 +91,10 @@ class ProgressMessages(Observer):
         seconds = float(counters["step_seconds"]) - float(counters["gate_seconds"])
         bound = step.bound_seconds(self._link_bandwidth)
         if seconds > 0 and bound > 0:
+            graphs = step.executor.launch_graphs().describe()
             say(
                 f"{self.name}: a planned step takes {seconds:.3g} s, {seconds / bound:.2f} times its bound, "
-                f"{bound:.3g} s"
+                f"{bound:.3g} s{f'; {graphs}' if graphs else ''}"
             )
 
     def seconds_since(self, start: float) -> float:

@@ -250,6 +250,7 @@ def _compile_options(state: Session, contexts: Sequence[ContextFactory]) -> Comp
                 device=str(state.memory.device),
                 devices=state.setup.settings.gpus,
                 lookahead=state.setup.config.lookahead,
+                launch_graphs=state.setup.config.launch_graphs == "auto",
                 link_bandwidth=state.setup.settings.link_bandwidth,
                 compute_threads=_compute_threads(state),
                 host_threads=threads_beside(state.memory.device.type, state.setup.config.compute_threads),

@@ -20,12 +20,12 @@ void compute(Job& job) {
     job.body(job);
     return;
   }
-  // A kernel with several outputs returns references to them, and the arguments are dropped before those are
-  // read: somebody else has to hold these tensors (seen with PyTorch 2.11).
-  const Stack held = job.arguments;
-  job.op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &job.arguments);
+  // The job keeps its arguments: a graph runs it again. A kernel with several outputs returns references to
+  // them, too, which are read after those of the stack were dropped (seen with PyTorch 2.11).
+  Stack stack = job.arguments;
+  job.op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
   std::size_t next = 0;
-  for (const c10::IValue& value : job.arguments) {
+  for (const c10::IValue& value : stack) {
     // An undefined tensor counts too: it has its place among the results.
     map_tensors(value, [&](const at::Tensor& made) {
       if (next < job.results.size() && job.results[next].defined() && made.defined())

@@ -139,6 +139,10 @@ cudaError_t enqueue(void* to, const void* from, std::size_t bytes, cudaMemcpyKin
   journal().count(name + std::string(" bytes"), static_cast<long>(bytes));
   const Copy copy{device_memory().bytes(to), device_memory().bytes(from), bytes, name};
   const std::vector<Range> ranges{{from, bytes, false}, {to, bytes, true}};
+  if (stream->captured() != cudaStreamCaptureStatusNone) {
+    stream->put({name, [copy] { move_bytes(copy); }, false, cudaGraphNodeTypeMemcpy}, ranges);
+    return cudaSuccess;
+  }
   const int source = device_memory().device_of(from), target = device_memory().device_of(to);
   if (from_device && to_device && source != target) {
     put_between(*stream, copy, source, target, ranges);
@@ -210,7 +214,8 @@ cudaError_t cudaMemsetAsync(void* begin, int value, std::size_t bytes, cudaStrea
     return cudaSuccess;
   }
   char* at = device_memory().bytes(begin);
-  stream->put({"memset", [=] { std::memset(at, value, bytes); }}, {{begin, bytes, true}});
+  stream->put({"memset", [=] { std::memset(at, value, bytes); }, false, cudaGraphNodeTypeMemset},
+              {{begin, bytes, true}});
   return cudaSuccess;
 }
 

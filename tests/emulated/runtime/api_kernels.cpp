@@ -90,7 +90,8 @@ void emuLaunch(void* handle, const std::string& name, std::function<void()> run,
     return;
   }
   check_device(*stream, name, ranges);
-  journal().count("kernels");
+  const bool captured = stream->captured() != cudaStreamCaptureStatusNone;
+  journal().count(captured ? "kernels captured" : "kernels");
   if (writes_read_only(ranges)) {
     stream->put({name, [] { faults().fail(cudaErrorIllegalAddress); }});
     return;

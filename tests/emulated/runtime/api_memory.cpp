@@ -43,6 +43,7 @@ void emuPinLimit(std::size_t bytes, std::size_t more) {
 cudaError_t cudaMalloc(void** block, std::size_t bytes) {
   need_context();
   RETURN_IF_FAULTED();
+  if (const cudaError_t error = refuse_while_capturing()) return answer(error);
   journal().count(on_device("cudaMalloc", current_device()));
   *block = device_memory().allocate(current_device(), bytes);
   return *block != nullptr ? cudaSuccess : answer(cudaErrorMemoryAllocation);
@@ -52,6 +53,7 @@ cudaError_t cudaFree(void* block) {
   need_context();
   RETURN_IF_FAULTED();
   if (block == nullptr) return cudaSuccess;
+  if (const cudaError_t error = refuse_while_capturing()) return answer(error);
   const int device = device_memory().device_of(block);
   if (device >= 0) streams().synchronize(device);
   if (!device_memory().release(block)) {
@@ -72,6 +74,7 @@ cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
 cudaError_t cudaHostAlloc(void** block, std::size_t bytes, unsigned) {
   need_context();
   RETURN_IF_FAULTED();
+  if (const cudaError_t error = refuse_while_capturing()) return answer(error);
   const std::size_t size = (bytes + kPage - 1) / kPage * kPage;
   void* made = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (made == MAP_FAILED) return answer(cudaErrorMemoryAllocation);

@@ -61,6 +61,27 @@ void set_last(cudaEvent_t handle, std::shared_ptr<Record> record) {
   if (const auto at = events().find(handle); at != events().end()) at->second->last = std::move(record);
 }
 
+}  // namespace
+
+namespace emulated {
+
+// A record of the event at this point of the stream, which a wait or a query asks about from now on.
+void record(cudaEvent_t handle, Stream* stream) {
+  const auto record = std::make_shared<Record>(order().now(stream->number));
+  set_last(handle, record);
+  const auto reach = [record] {
+    const std::lock_guard lock(record->mutex);
+    record->reached = true;
+    record->time = Time::now();
+    record->changed.notify_all();
+  };
+  stream->put({"record", reach, true});
+}
+
+}  // namespace emulated
+
+namespace {
+
 cudaError_t put(cudaStream_t handle, Work work) {
   need_context();
   RETURN_IF_FAULTED();
@@ -103,6 +124,7 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
   RETURN_IF_FAULTED();
   Stream* stream = streams().find(handle);
   if (stream == nullptr) return answer(cudaErrorInvalidResourceHandle);
+  if (const cudaError_t error = stream->refuse_in_capture()) return answer(error);
   if (!stream->idle()) return answer(cudaErrorNotReady);
   stream->synchronize();
   RETURN_IF_FAULTED();
@@ -114,6 +136,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   RETURN_IF_FAULTED();
   Stream* stream = streams().find(handle);
   if (stream == nullptr) return answer(cudaErrorInvalidResourceHandle);
+  if (const cudaError_t error = stream->refuse_in_capture()) return answer(error);
   stream->synchronize();
   RETURN_IF_FAULTED();
   return cudaSuccess;
@@ -124,20 +147,8 @@ cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*,
-                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**,
-                                     std::size_t*) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void* argument) {
-  return put(stream, {"host function", [=] { call(argument); }});
+  return put(stream, {"host function", [=] { call(argument); }, false, cudaGraphNodeTypeHost});
 }
 
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call, void* argument, unsigned) {
@@ -166,7 +177,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t handle) {
   return cudaSuccess;
 }
 
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t on, unsigned) {
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t on, unsigned flags) {
   need_context();
   RETURN_IF_FAULTED();
   const auto event = find(handle);
@@ -177,16 +188,13 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t on, unsign
                        std::to_string(stream->device));
     return answer(cudaErrorInvalidResourceHandle);
   }
+  if (stream->captured() != cudaStreamCaptureStatusNone) {
+    if (flags != cudaEventRecordExternal) return answer(stream->refuse_in_capture());
+    stream->note({{"record", {}, true, cudaGraphNodeTypeEventRecord}, {}, handle});
+    return cudaSuccess;
+  }
   journal().count("cudaEventRecord");
-  const auto record = std::make_shared<Record>(order().now(stream->number));
-  set_last(handle, record);
-  const auto reach = [record] {
-    const std::lock_guard lock(record->mutex);
-    record->reached = true;
-    record->time = Time::now();
-    record->changed.notify_all();
-  };
-  stream->put({"record", reach, true});
+  record(handle, stream);
   return cudaSuccess;
 }
 
@@ -200,6 +208,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t on, cudaEvent_t handle, unsigned) {
   const auto event = find(handle);
   Stream* stream = streams().find(on);
   if (!event || stream == nullptr) return answer(cudaErrorInvalidResourceHandle);
+  if (const cudaError_t error = stream->refuse_in_capture()) return answer(error);
   journal().count("cudaStreamWaitEvent");
   const std::shared_ptr<Record> record = event->last;
   if (record == nullptr) return cudaSuccess;

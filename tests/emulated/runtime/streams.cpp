@@ -15,7 +15,55 @@ namespace emulated {
 Stream::Stream(int stream, int on)
     : number(stream), device(on), random_(settings().seed * 1000003 + static_cast<unsigned>(stream)) {}
 
+namespace {
+
+thread_local Stream* capturing = nullptr;  // of this thread
+
+}  // namespace
+
+bool Stream::begin_capture() {
+  const std::lock_guard lock(mutex_);
+  if (capture_ != nullptr) return false;
+  capture_ = std::make_unique<Capture>();
+  capture_->thread = std::this_thread::get_id();
+  capturing = this;
+  return true;
+}
+
+std::unique_ptr<Capture> Stream::end_capture() {
+  const std::lock_guard lock(mutex_);
+  capturing = nullptr;
+  return std::move(capture_);
+}
+
+cudaStreamCaptureStatus Stream::captured() {
+  const std::lock_guard lock(mutex_);
+  if (capture_ == nullptr) return cudaStreamCaptureStatusNone;
+  return capture_->broken ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+}
+
+cudaError_t Stream::refuse_in_capture() {
+  const std::lock_guard lock(mutex_);
+  if (capture_ == nullptr) return cudaSuccess;
+  capture_->broken = true;
+  return cudaErrorStreamCaptureUnsupported;
+}
+
+bool Stream::note(Node node) {
+  const std::lock_guard lock(mutex_);
+  if (capture_ == nullptr) return false;
+  if (capture_->thread != std::this_thread::get_id())
+    journal().complain(node.work.name + " of one thread is captured by another");
+  capture_->nodes.push_back(std::move(node));
+  return true;
+}
+
+cudaError_t refuse_while_capturing() {
+  return capturing == nullptr ? cudaSuccess : capturing->refuse_in_capture();
+}
+
 void Stream::put(Work work, const std::vector<Range>& ranges) {
+  if (captured() != cudaStreamCaptureStatusNone && note({work, ranges})) return;
   order().issue(number, work.name, ranges);
   if (settings().log) std::fprintf(stderr, "emulated stream %d: %s\n", number, work.name.c_str());
   const std::lock_guard lock(mutex_);

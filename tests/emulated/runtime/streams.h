@@ -6,9 +6,11 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -20,6 +22,20 @@ struct Work {
   std::string name;
   std::function<void()> run;
   bool signals = false;  // runs after a fault too: others wait for it
+  cudaGraphNodeType type = cudaGraphNodeTypeKernel;
+};
+
+// What was put on a stream while it was captured.
+struct Node {
+  Work work;
+  std::vector<Range> ranges;
+  cudaEvent_t event = nullptr;  // to be recorded, in place of the work
+};
+
+struct Capture {
+  std::thread::id thread;
+  bool broken = false;  // something was asked that cannot be recorded
+  std::vector<Node> nodes;
 };
 
 class Stream {
@@ -28,12 +44,19 @@ class Stream {
   const int number;  // in the order of creation, over all devices
   const int device;
 
-  // Books the work with order(), then queues it.
+  // Books the work with order(), then queues it; or notes it, if the stream is captured.
   void put(Work work, const std::vector<Range>& ranges = {});
   bool idle();
   void drain();        // waits until nothing is queued or running
   void synchronize();  // drain(), and the host learns that all is done
   void close();        // its thread ends when the queue is empty
+
+  bool begin_capture();                    // false if it is captured already
+  std::unique_ptr<Capture> end_capture();  // nullptr if it is not
+  cudaStreamCaptureStatus captured();
+  // The error of a call that cannot be recorded, which ends the capture as well; success without one.
+  cudaError_t refuse_in_capture();
+  bool note(Node node);  // false if it is not captured
 
  private:
   void work_off();
@@ -43,6 +66,7 @@ class Stream {
   std::condition_variable changed_;
   std::deque<Work> queue_;
   bool busy_ = false, closed_ = false, started_ = false;
+  std::unique_ptr<Capture> capture_;
   std::mt19937_64 random_;
 };
 
@@ -64,6 +88,12 @@ class Streams {
 };
 
 Streams& streams();
+
+// Records the event at this point of the stream: a wait or a query asks about that from now on.
+void record(cudaEvent_t event, Stream* stream);
+
+// The error of a call that no thread may make while it captures, in the mode that keeps to the thread.
+cudaError_t refuse_while_capturing();
 
 // Time that `bytes` take on the link between host and device.
 void take_link_time(std::size_t bytes);
