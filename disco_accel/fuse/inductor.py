@@ -42,6 +42,13 @@ SETTINGS: dict[str, Any] = {
 a run lies in memory, and nothing is left to another library."""
 
 
+def _neg(value: torch.Tensor) -> torch.Tensor:
+    """Triton's own is 0 - x, which has another sign of zero than eager's."""
+    if not value.is_floating_point():
+        return 0 - value
+    return value * -1.0
+
+
 class _NotOneKernel(DiscoError):
     """Inductor makes no single kernel of a run."""
 
@@ -65,6 +72,12 @@ KernelSource = tuple[str, tuple[int, ...], tuple[int, ...]]
 them. The tensors are those that the call reads and, behind them, its results."""
 
 
+_RULES: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.slice_backward.default: _slice_backward,
+    torch.ops.aten.neg.default: _neg,
+}
+
+
 def kernel_source(call: OpCall, device: str) -> KernelSource | str:
     """The kernel of a run on ``device``, or why there is none."""
     reads = [arg.spec for arg in call.args if isinstance(arg, TensorArg)]
@@ -82,7 +95,7 @@ def kernel_source(call: OpCall, device: str) -> KernelSource | str:
         known = vars(inductor)["_config"]
         with inductor.patch({name: value for name, value in SETTINGS.items() if name in known}):
             with mode:
-                rules = select_decomp_table() | {torch.ops.aten.slice_backward.default: _slice_backward}
+                rules = select_decomp_table() | _RULES
                 graph = make_fx(whole, decomposition_table=rules, tracing_mode="real")(*given)
             calls, defined = _lowered(graph, given, mode)
     except Exception as error:

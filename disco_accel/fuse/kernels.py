@@ -33,8 +33,9 @@ Kernel = int | str
 """The engine's handle of a kernel, or why there is none."""
 Say = Callable[[str], None]
 
-_TOGETHER = 8
-"""Kernels of one library: the headers of its C++ take a second to read, a kernel a tenth."""
+_TOGETHER = {"host": 8, "gpu": 3}
+"""Kernels of one library. The headers of C++ take a second to read, a kernel a tenth; GPU code takes a second a kernel,
+and a machine with a GPU has many cores."""
 _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 _ROOT = Path(__file__).parents[1]
 _PROGRAM = "import sys; sys.path[:0] = sys.argv[1:]; from disco_accel.fuse.compiler import main; main()"
@@ -189,7 +190,8 @@ def _parts(calls: Iterable[OpCall], device: str) -> list[_Part]:
     load_extension()
     gpu = gpu_of(run_device(device))
     missing = sorted({call for call in calls if call not in _known}, key=kernel_text)
-    return [_Part(tuple(missing[at : at + _TOGETHER]), gpu) for at in range(0, len(missing), _TOGETHER)]
+    count = _TOGETHER["host" if gpu is None else "gpu"]
+    return [_Part(tuple(missing[at : at + count]), gpu) for at in range(0, len(missing), count)]
 
 
 def _host_kernels(path: str) -> dict[int, Kernel]:
