@@ -34,9 +34,13 @@ def any_plan_of(step: CompiledStep, seconds: Mapping[int, float], machine: Machi
     return bound_of(dataclasses.replace(step.graph, vertices=vertices), machine).bound
 
 
-def wait_for_plans(model: torch.nn.Module) -> None:
-    """Wait until no plan of ``model``, which is prepared, is being made beside its steps."""
+def wait_for_plans(model: torch.nn.Module, step: Callable[[], object] | None = None) -> None:
+    """Wait until no plan of ``model``, which is prepared, is being made beside its steps. ``step``: runs one, between
+    which compiled kernels are taken up; None: those that are being compiled are not waited for."""
     state = find_state(model)
     assert state is not None, "the model is prepared"
-    while not state.budgets.plan_sets.maker.idle:
+    plan_sets = state.budgets.plan_sets
+    while not plan_sets.maker.idle or (step is not None and plan_sets.compiling):
         time.sleep(0.05)
+        if step is not None:
+            step()

@@ -77,7 +77,8 @@ def _ours(run: Run, subject: Subject, budget: str) -> dict[str, Any]:
     first = subject.first_step()
     row: dict[str, Any] = {"prepare_seconds": prepare_seconds, "first_step_seconds": time.perf_counter() - began}
     run.keep(row)
-    wait_for_plans(model)
+    wait_for_plans(model, subject.backward)
+    subject.reset()
     # A plan that was made beside the first step takes its place now.
     outcomes = (first, subject.first_step())
     row["plans_seconds"] = time.perf_counter() - began

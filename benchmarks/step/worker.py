@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.common.any_plan import wait_for_plans
 from benchmarks.common.quantised import PLAIN
 from benchmarks.step.engines import ENGINES, Engine, Job
 from benchmarks.step.link_trace import link_bytes
@@ -28,6 +29,7 @@ from benchmarks.step.process import FIRST_STEPS, REFERENCE
 from disco_accel.capture.attention import cudnn_attention_off
 from disco_accel.capture.parts import frozen_parts
 from disco_accel.selfcheck.agreement import agreement
+from disco_accel.step.run.session import find_state
 
 _FOLDERS = re.compile(r"(?:(?<=-I)|(?<![\w.]))/(?:[\w.+-]+/)+")
 
@@ -79,7 +81,10 @@ class Session:
         return loss, len(gradients)
 
     def mark(self) -> dict[str, Any]:
-        """Forget the peaks so far."""
+        """Forget the peaks so far. A planned step has its fused kernels from here on."""
+        model = getattr(self.engine, "model", None)
+        if model is not None and find_state(model) is not None:
+            wait_for_plans(model, self._and_forget)
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
         # Linux: resets VmHWM of this process. Where that is not allowed, the peak is of the whole run.
@@ -88,6 +93,10 @@ class Session:
             return {"host_peak": "of the steps"}
         except OSError:
             return {"host_peak": "of the whole run"}
+
+    def _and_forget(self) -> None:
+        self.engine.backward()
+        self.engine.optimizer.zero_grad()
 
     def figures(self) -> dict[str, Any]:
         """What the engine knows of itself, memory, and on a GPU the bytes that one more step copies."""

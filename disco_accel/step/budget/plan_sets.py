@@ -67,6 +67,11 @@ class PlanSets:
             plan_set.runs = plan_set.runs_to_compile()
             plan_set.fusing.begin(plan_set.runs, logger.info)
 
+    @property
+    def compiling(self) -> bool:
+        """Whether kernels of a step are being compiled, or are to be measured."""
+        return any(each.runs and each.fusing is not None and not each.fusing.failed for each in self.all())
+
     def compiled_runs(self, key: Hashable) -> set[OpCall]:
         """Runs of the step under ``key`` whose kernels have been compiled beside it: they are to be measured now, while
         nothing runs, and ``use_fused`` called then."""
