@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,7 +27,7 @@ from disco_accel.execute.engine_options import (
     first_device,
 )
 from disco_accel.execute.kept_values import KeptValues
-from disco_accel.execute.launch_graphs import LaunchGraphs
+from disco_accel.execute.launch_graphs import launch_graphs_of
 from disco_accel.execute.program import Tables, external_dtypes, lower
 from disco_accel.execute.state_homes import StateHomes, homes_of
 from disco_accel.execute.vertex_names import Describer
@@ -302,10 +302,10 @@ class Executor:
         out["planned_allocations"] = self._planned
         return out
 
-    def launch_graphs(self) -> LaunchGraphs:
+    def launch_graphs(self) -> dict[str, Any]:
         """The graphs that the plan's kernels are launched as. Call between steps."""
         self._require_own_process()
-        return LaunchGraphs(*self._engine.launch_graphs())
+        return launch_graphs_of(self._engine.launch_graphs())
 
     def close(self) -> None:
         """Abandons a running step, stores states, frees engine and arenas. Values handed out keep their arena alive."""

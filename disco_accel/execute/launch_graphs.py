@@ -1,22 +1,22 @@
-"""What the engine has made of kernels that follow each other on a GPU."""
+"""CUDA graphs that an engine launches, each in the place of several kernels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
+
+_FIGURES = ("graphs", "kernels", "bytes", "refused")
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchGraphs:
-    """CUDA graphs of one plan. ``kernels`` are those that they hold, ``bytes`` what they take of the GPUs' memory, as
-    far as that was seen. ``refused``: why the first kernel that could not be recorded was left out, or why there are
-    none; "" if nothing was refused."""
+def launch_graphs_of(figures: tuple[int, int, int, str]) -> dict[str, Any]:
+    """The number of an engine's ``graphs``, the ``kernels`` in them, and the ``bytes`` that they take on the GPUs.
 
-    graphs: int
-    kernels: int
-    bytes: int
-    refused: str
+    ``refused``: why the first kernel that could not be recorded was left out, or why there are no graphs; "": none was.
+    """
+    return dict(zip(_FIGURES, figures, strict=True))
 
-    def describe(self) -> str:
-        """A clause for a line about the step; "" where there is nothing to say."""
-        told = f"{self.kernels} kernels are launched as {self.graphs} graphs" if self.graphs else ""
-        return "; ".join(filter(None, (told, f"launch graphs left some out: {self.refused}" if self.refused else "")))
+
+def in_words(figures: dict[str, Any]) -> str:
+    """A clause for a line about the step; "" where there is nothing to say."""
+    told = f"{figures['kernels']} kernels are launched as {figures['graphs']} graphs" if figures["graphs"] else ""
+    left = f"launch graphs left some out: {figures['refused']}" if figures["refused"] else ""
+    return "; ".join(filter(None, (told, left)))

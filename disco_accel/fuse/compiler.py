@@ -25,7 +25,7 @@ def compile_library(request: dict[str, Any]) -> dict[str, Any]:
     gpu = request["gpu"]
     if gpu is not None:
         pretend_gpu(gpu)
-    found = [kernel_source(call_of(data), "cpu" if gpu is None else "cuda") for data in request["calls"]]
+    found = [kernel_source(call_of(data), "cpu" if gpu is None else gpu["kind"]) for data in request["calls"]]
     sources = [None if isinstance(source, str) else source for source in found]
     refused = {number: source for number, source in enumerate(found) if isinstance(source, str)}
     build = build_host_library if gpu is None else build_cuda_library

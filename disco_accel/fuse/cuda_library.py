@@ -17,27 +17,15 @@ import torch
 if TYPE_CHECKING:
     from disco_accel.fuse.inductor import KernelSource
 
-PROPERTIES = (
-    *("name", "major", "minor", "multi_processor_count", "warp_size", "regs_per_multiprocessor", "total_memory"),
-    *("max_threads_per_multi_processor", "max_threads_per_block", "shared_memory_per_block", "L2_cache_size"),
-    *("shared_memory_per_block_optin",),
-)
-"""Properties of a GPU that Inductor may ask for, of ``torch.cuda.get_device_properties``. Some are missing in older
-versions of PyTorch."""
 _MOST_BLOCKS = 65535
 """Of a grid along y."""
 _WITHOUT_OPT_IN = 48 << 10
 """Bytes of shared memory that every kernel may have."""
 
 
-def describe_gpu(device: torch.device) -> dict[str, Any]:
-    """``PROPERTIES`` of the GPU ``device``."""
-    found = torch.cuda.get_device_properties(device)
-    return {name: getattr(found, name) for name in PROPERTIES if hasattr(found, name)}
-
-
 def pretend_gpu(properties: Mapping[str, Any]) -> None:
-    """From now on Inductor and Triton compile for such a GPU, in this process, which must not use CUDA."""
+    """From now on Inductor and Triton compile for such a GPU, as of ``Backend.target``, in this process, which must not
+    use CUDA."""
     import triton.runtime
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.runtime import triton_helpers

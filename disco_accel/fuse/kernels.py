@@ -19,10 +19,9 @@ import torch
 
 from disco_accel.errors import ExtensionError
 from disco_accel.fuse.call_json import call_to_object, kernel_text
-from disco_accel.fuse.cuda_library import describe_gpu
 from disco_accel.fuse.host_library import ANSWER, symbol_of
 from disco_accel.graph.taskgraph import OpCall
-from disco_accel.native.backend import run_device
+from disco_accel.native.backend import backend_of, run_device
 from disco_accel.native.cuda_headers import TOOLKITS
 from disco_accel.native.extension import load_extension
 from disco_accel.native.library_file import Library
@@ -181,14 +180,9 @@ class _Shared:
                 self._say(f"compiled {self._done} of {self._all} fused kernels")
 
 
-def gpu_of(device: torch.device) -> dict[str, Any] | None:
-    """The GPU that kernels are compiled for; None: for the host."""
-    return describe_gpu(device) if device.type == "cuda" else None
-
-
 def _parts(calls: Iterable[OpCall], device: str) -> list[_Part]:
     load_extension()
-    gpu = gpu_of(run_device(device))
+    gpu = backend_of(run_device(device)).target()
     missing = sorted({call for call in calls if call not in _known}, key=kernel_text)
     count = _TOGETHER["host" if gpu is None else "gpu"]
     return [_Part(tuple(missing[at : at + count]), gpu) for at in range(0, len(missing), count)]

@@ -51,7 +51,7 @@ class _FusedRecord:
     over: tuple[int, ...] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class Fusing:
     """Kernels of runs on ``device``, for an engine of ``compute_threads``. Plans of all models of a process share it;
     any thread may use it."""

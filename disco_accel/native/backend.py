@@ -99,6 +99,9 @@ class Backend(Protocol):
     def hardware(self) -> str:
         """Its model, for keys of caches."""
 
+    def target(self) -> dict[str, Any] | None:
+        """The device, for a compiler of kernels in another process; None: that process's own host."""
+
     def identity(self) -> dict[str, str]:
         """The device, its driver and its allocator, by name: a self-check's answer holds for these."""
 

@@ -35,6 +35,11 @@ _A100 = Speed(
     name="an A100 (40 GB) behind PCIe 4", half=1.8e14, single=1.2e13, memory=1.2e12, kernel=5e-6, machine=Machine()
 )
 """About six tenths of its peaks."""
+_PROPERTIES = (
+    *("name", "major", "minor", "multi_processor_count", "warp_size", "regs_per_multiprocessor", "total_memory"),
+    *("max_threads_per_multi_processor", "max_threads_per_block", "shared_memory_per_block", "L2_cache_size"),
+    *("shared_memory_per_block_optin",),
+)
 _TIMED_RUNS = 5
 _PROBE_CYCLES = 2_000_000
 _MOST_CYCLES = 1_000_000_000
@@ -128,6 +133,12 @@ class CudaBackend:
 
     def hardware(self) -> str:
         return torch.cuda.get_device_name(self.device)
+
+    def target(self) -> dict[str, Any] | None:
+        """``kind``, and the properties that Inductor may ask for. Some are missing in older versions of PyTorch."""
+        found = torch.cuda.get_device_properties(self.device)
+        known = {name: getattr(found, name) for name in _PROPERTIES if hasattr(found, name)}
+        return {"kind": self.device.type, **known}
 
     def identity(self) -> dict[str, str]:
         properties = torch.cuda.get_device_properties(self.device)

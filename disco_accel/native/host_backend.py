@@ -101,6 +101,9 @@ class HostBackend:
     def hardware(self) -> str:
         return platform.machine()
 
+    def target(self) -> dict[str, Any] | None:
+        return None
+
     def identity(self) -> dict[str, str]:
         return {"device": f"cpu {platform.processor() or platform.machine()}"}
 

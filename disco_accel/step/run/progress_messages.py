@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from disco_accel.capture.fake_inputs import batch_tensors
+from disco_accel.execute.launch_graphs import in_words
 from disco_accel.observe.log_to_stderr import say
 from disco_accel.plan.plan_cache import PlanCacheUse
 from disco_accel.sizes import format_size
@@ -91,7 +92,7 @@ class ProgressMessages(Observer):
         seconds = float(counters["step_seconds"]) - float(counters["gate_seconds"])
         bound = step.bound_seconds(self._link_bandwidth)
         if seconds > 0 and bound > 0:
-            graphs = step.executor.launch_graphs().describe()
+            graphs = in_words(step.executor.launch_graphs())
             say(
                 f"{self.name}: a planned step takes {seconds:.3g} s, {seconds / bound:.2f} times its bound, "
                 f"{bound:.3g} s{f'; {graphs}' if graphs else ''}"

@@ -85,7 +85,7 @@ def plan_figures(step: CompiledStep, link_bandwidth: float | None) -> dict[str, 
         "fused_refused": 0 if step.settings.fusing is None else step.settings.fusing.refused,
         "recomputation": None if step.recomputation is None else asdict(step.recomputation),
         "launches": int(counters["launches"]),
-        "launch_graphs": asdict(step.executor.launch_graphs()),
+        "launch_graphs": step.executor.launch_graphs(),
         "engine": counters,
     }
 
