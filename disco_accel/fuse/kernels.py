@@ -148,7 +148,10 @@ class _Part:
 
     def kernels(self, process: _CompilerProcess | None) -> dict[OpCall, Kernel]:
         """From its library, which is compiled first where it is missing. Raises ExtensionError."""
-        found = self.library(process).load(_host_kernels if self.gpu is None else _cuda_kernels)
+        try:
+            found = self.library(process).load(_host_kernels if self.gpu is None else _cuda_kernels)
+        except RuntimeError as error:
+            raise ExtensionError(f"fused kernels cannot be loaded: {str(error).splitlines()[0]}") from error
         return {call: found[number] for number, call in enumerate(self.calls)}
 
 

@@ -23,7 +23,7 @@ _LINES_SHOWN = 60
 PYTEST = ("-m", "pytest", "-p", "tests.emulated.plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "--durations=5")
 _EMULATED = tuple(
     f"tests/emulated/test_{name}.py"
-    for name in ("order", "engine", "calls", "launch_graphs", "page_locking", "update_faults")
+    for name in ("order", "engine", "calls", "launch_graphs", "fused", "page_locking", "update_faults")
 )
 _STEPS = ("tests/gpu", *_EMULATED)
 """Run in every mode: what goes wrong when pieces of work come in another order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from disco_accel.measure import fused_kernels
 from disco_accel.native import cuda_backend
 from tests.emulated import device
 
@@ -16,6 +18,8 @@ _SHOWN = 20
 
 # Copies of tests are smaller than a piece usually is.
 cuda_backend.GPU_COPY_PIECE = int(os.environ.get("EMULATED_COPY_PIECE", cuda_backend.GPU_COPY_PIECE))
+# Kernels take long here, and nothing runs code that is compiled for a GPU; tests/emulated/fused.py has C++ instead.
+fused_kernels.WORTH_SECONDS = math.inf
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,15 @@
 // context current gets an error, as from the driver.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 
 #include <cstdio>
 #include <cstring>
+#include <sstream>
+#include <string>
+#include <vector>
 
+#include "../runtime/emulated.h"
 #include "refused.h"
 
 namespace {
@@ -29,6 +34,15 @@ constexpr Named kNames[] = {
     {CUDA_ERROR_INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"},
     {CUDA_ERROR_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"},
     {CUDA_ERROR_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
+};
+
+// In the place of a GPU's code: lines of text with the path of a library, the name of a function there that
+// takes the addresses of its operands, and for each operand its bytes and whether it is written.
+struct HostFunction {
+  std::string name;
+  void (*run)(void* const*) = nullptr;
+  std::vector<std::size_t> bytes;
+  std::vector<bool> written;
 };
 
 }  // namespace
@@ -121,6 +135,49 @@ CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream st
 CUresult cuMemsetD8Async(CUdeviceptr begin, unsigned char value, size_t bytes, CUstream stream) {
   RETURN_WITHOUT_CONTEXT();
   return result(cudaMemsetAsync(at(begin), value, bytes, of(stream)));
+}
+
+CUresult cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option*, void**, unsigned,
+                           CUlibraryOption*, void**, unsigned) {
+  std::istringstream text(static_cast<const char*>(code));
+  std::string path;
+  auto* function = new HostFunction;
+  std::getline(text, path);
+  std::getline(text, function->name);
+  std::size_t bytes = 0;
+  for (int written = 0; text >> bytes >> written;) {
+    function->bytes.push_back(bytes);
+    function->written.push_back(written != 0);
+  }
+  void* const opened = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (opened != nullptr)
+    function->run = reinterpret_cast<void (*)(void* const*)>(dlsym(opened, function->name.c_str()));
+  if (function->run == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *library = reinterpret_cast<CUlibrary>(function);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char*) {
+  *kernel = reinterpret_cast<CUkernel>(library);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuLaunchKernel(CUfunction kernel, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                        unsigned, CUstream stream, void** arguments, void**) {
+  const auto* function = reinterpret_cast<const HostFunction*>(kernel);
+  std::vector<void*> operands;
+  std::vector<emulated::Range> ranges;
+  for (std::size_t i = 0; i < function->bytes.size(); ++i) {
+    operands.push_back(*static_cast<void**>(arguments[i]));
+    ranges.push_back({operands.back(), function->bytes[i], function->written[i]});
+  }
+  const auto run = [function, operands] {
+    std::vector<void*> places;
+    for (void* operand : operands) places.push_back(emuBytes(operand));
+    function->run(places.data());
+  };
+  emuLaunch(stream, "fused kernel", run, ranges);
+  return CUDA_SUCCESS;
 }
 
 CUresult cuGetErrorName(CUresult error, const char** name) {

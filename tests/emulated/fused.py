@@ -1,0 +1,61 @@
+"""Fused kernels on the emulated GPU: C++ for the host, launched by the emulated driver as a GPU's code would be."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from disco_accel.fuse import kernels
+from disco_accel.fuse.host_library import ANSWER, symbol_of
+from disco_accel.graph.taskgraph import OpCall, TensorArg, TensorSpec
+from disco_accel.measure import fused_kernels
+from disco_accel.native.cuda_backend import CudaBackend
+
+
+def extent(spec: TensorSpec) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    elements = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
+    return elements * int(getattr(torch, spec.dtype).itemsize)
+
+
+def launched(path: str, calls: Sequence[OpCall]) -> dict[OpCall, kernels.Kernel]:
+    """Handles of the kernels of a library of C++, for tensors of the emulated GPU."""
+    library = ctypes.CDLL(path)
+    refused = json.loads(ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, ANSWER))))["refused"]
+    found: dict[OpCall, kernels.Kernel] = {}
+    for number, call in enumerate(calls):
+        if str(number) in refused:
+            found[call] = refused[str(number)]
+            continue
+        reads = [arg.spec for arg in call.args if isinstance(arg, TensorArg)]
+        writes = [result.spec for result in call.results if result is not None]
+        lines = [path, symbol_of(number), *(f"{extent(spec)} 0" for spec in reads)]
+        lines += [f"{extent(spec)} 1" for spec in writes]
+        code = torch.tensor(list("\n".join(lines).encode() + b"\n\0"), dtype=torch.uint8)
+        order = list(range(len(reads) + len(writes)))
+        found[call] = int(torch.ops.disco_accel.fused_cuda_kernel(code, symbol_of(number), [1, 1, 1, 32, 0], order, []))
+    return found
+
+
+@contextmanager
+def fused_on_emulated_gpu() -> Iterator[None]:
+    """Inside, kernels of the emulated GPU are compiled for the host, however short steps are; none are known yet."""
+
+    def of_part(part: kernels._Part, process: kernels._CompilerProcess | None) -> dict[OpCall, kernels.Kernel]:
+        library = part.library(process)
+        return library.load(lambda path: launched(path, part.calls))
+
+    fused_kernels.fusing_on.cache_clear()
+    with (
+        mock.patch.object(CudaBackend, "target", lambda backend: None),
+        mock.patch.object(kernels._Part, "kernels", of_part),
+        mock.patch.object(kernels, "_known", {}),
+        mock.patch.object(fused_kernels, "WORTH_SECONDS", 0.0),
+    ):
+        yield
+    fused_kernels.fusing_on.cache_clear()
