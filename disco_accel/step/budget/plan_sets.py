@@ -73,8 +73,8 @@ class PlanSets:
         return any(each.runs and each.fusing is not None and not each.fusing.failed for each in self.all())
 
     def compiled_runs(self, key: Hashable) -> set[OpCall]:
-        """Runs of the step under ``key`` whose kernels have been compiled beside it: they are to be measured now, while
-        nothing runs, and ``use_fused`` called then."""
+        """Runs of the step under ``key`` whose kernels have been compiled beside it: ``use_fused`` is to be called now,
+        while nothing runs."""
         plan_set = self._by_key.get(key)
         if plan_set is None or not plan_set.runs or plan_set.fusing is None:
             return set()
@@ -83,8 +83,10 @@ class PlanSets:
         return plan_set.runs if plan_set.fusing.compiled(plan_set.runs) else set()
 
     def use_fused(self, key: Hashable) -> None:
-        """The kernels of ``compiled_runs`` are measured: plans with them are made beside the steps."""
+        """Measure the kernels of ``compiled_runs``; plans with them are made beside the steps."""
         plan_set = self._by_key[key]
+        assert plan_set.fusing is not None
+        plan_set.fusing.measure(plan_set.runs)
         # Some may have to be tried otherwise.
         self._begin_fusing(plan_set)
         if not plan_set.runs:

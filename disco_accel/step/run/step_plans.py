@@ -21,7 +21,6 @@ from disco_accel.execute.engine_options import threads_beside
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.gc_pause import collector_paused
 from disco_accel.graph.traits import FOREIGN, HOST_UPDATED
-from disco_accel.measure.fused_kernels import fusing_on
 from disco_accel.native.backend import backend_of
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import met_shortage
@@ -192,16 +191,13 @@ def plan_of(
 def _measure_fused(state: Session, key: Hashable) -> None:
     """Between two steps: compare and time fused kernels that were compiled meanwhile, for plans under ``key``."""
     plan_sets = state.budgets.plan_sets
-    runs = plan_sets.compiled_runs(key)
-    if not runs:
+    if not plan_sets.compiled_runs(key):
         return
     if backend_of(state.memory.device).separate_memory:
         # In memory of their own, which the budget covers too.
         state.memory.unload()
-    fusing = fusing_on(str(state.memory.device), _compute_threads(state))
     with typed_out_of_memory("measuring fused kernels"):
-        fusing.measure(runs)
-    plan_sets.use_fused(key)
+        plan_sets.use_fused(key)
 
 
 def _gates(model: torch.nn.Module) -> list[Gate]:
