@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from disco_accel.fuse.call_json import without_module
+from disco_accel.fuse.call_json import kernel_text
 from disco_accel.fuse.value_views import view_of
 from disco_accel.graph.check import after_gate
+from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import (
     Arg,
@@ -50,8 +51,6 @@ class _Run:
 
     members: list[int]
     place: float
-    elements: int
-    """Of each result that other vertices read."""
 
 
 Kind = tuple[str, str, tuple[str, ...]]
@@ -75,6 +74,9 @@ class _Graph:
     readers: dict[int, list[int]] = field(init=False)
     waiting: dict[int, list[int]] = field(init=False)
     run_of: dict[int, _Run] = field(init=False)
+    writer: dict[Ref, int] = field(init=False)
+    """Value → the kernel that writes over it."""
+    hosts: frozenset[int] = field(init=False)
     _serial: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +86,7 @@ class _Graph:
         self.place = {id_: float(i) for id_, i in self._serial.items()}
         self.readers = {id_: [] for id_ in self.by_id}
         self.waiting = {id_: [] for id_ in self.by_id}
-        self.writer: dict[Ref, int] = {}
+        self.writer, self.hosts = {}, host_devices(self.graph.devices)
         for vertex in self.graph.vertices:
             self.writer.update((ref, vertex.id) for _, ref in overwrites(vertex))
             for producer in dict.fromkeys(producer for producer, _ in vertex.inputs):
@@ -94,8 +96,7 @@ class _Graph:
         self.run_of = {}
         for vertex in self.graph.vertices:
             if self._joins(vertex):
-                elements = _elements(self.graph.ops[vertex.id])
-                self.run_of[vertex.id] = _Run([vertex.id], self.place[vertex.id], elements)
+                self.run_of[vertex.id] = _Run([vertex.id], self.place[vertex.id])
 
     def spec(self, id_: int) -> TensorSpec:
         """The layout of the result of a kernel that may be in a run."""
@@ -109,7 +110,7 @@ class _Graph:
         call = self.graph.ops.get(vertex.id)
         if vertex.kind is not VertexKind.KERNEL or call is None or call.rng is not None or vertex.inplace:
             return False
-        if not op_traits(call.name).fuses or is_handed_out(vertex):
+        if not op_traits(call.name).fuses or is_handed_out(vertex) or vertex.space in self.hosts:
             return False
         if any(is_foreign(self.by_id[producer]) for producer, _ in vertex.inputs):
             # Kernels are compiled for addresses that a plan chooses: a user's may be aligned otherwise.
@@ -118,10 +119,6 @@ class _Graph:
         if len(call.results) != 1 or len(vertex.sizes) != 1 or call.results[0] is None:
             return False
         return kind_of(call) not in self.apart
-
-
-def _elements(call: OpCall) -> int:
-    return math.prod(_spec(call).shape)
 
 
 def _spec(call: OpCall) -> TensorSpec:
@@ -178,10 +175,9 @@ class _Joining:
         written = [m for m in members if any(reader not in inside for reader in graph.readers[m])]
         if len(reads) + len(written) > _MOST_TENSORS:
             return None
-        elements = {_elements(graph.graph.ops[member]) for member in written}
-        if len(elements) != 1:
+        if len({math.prod(graph.spec(member).shape) for member in written}) != 1:
             return None
-        if before & inside or not all(map(self._is_seen, members)):
+        if before & inside or not all(self._is_seen(member, inside) for member in members):
             return None
         begin = max((graph.place[producer] for producer in before), default=-1.0)
         end = min(graph.place[reader] for reader in then)
@@ -189,15 +185,15 @@ class _Joining:
         place = last if last < end else (begin + end) / 2
         if not begin < place < end:
             return None
-        return _Run(members, place, elements.pop())
+        return _Run(members, place)
 
-    def _is_seen(self, member: int) -> bool:
+    def _is_seen(self, member: int, inside: set[int]) -> bool:
         """Whether the kernel can read the results of others of its run without memory behind them."""
         graph = self.graph
         vertex = graph.by_id[member]
         for arg in tensor_args(graph.graph.ops[member].args):
             producer, _ = vertex.inputs[arg.input]
-            if producer in graph.run_of and view_of(graph.spec(producer), arg.spec) is None:
+            if producer in inside and view_of(graph.spec(producer), arg.spec) is None:
                 return False
         return True
 
@@ -206,19 +202,15 @@ FusedCost = tuple[float, tuple[int, ...]]
 """Of a fused kernel: its seconds, and the numbers of its arguments that output 0 may be written over."""
 
 Costs = Callable[[OpCall], FusedCost | None]
-"""The cost of the kernel of a run, whose call has no module; None where there is no such kernel."""
+"""The cost of the kernel of a run; None where there is no such kernel."""
 
 
-def runs_of(graph: TaskGraph, apart: Collection[Kind] = ()) -> dict[OpCall, float]:
-    """The calls of all runs of ``graph``, without modules, each with the seconds that its kernels take in a step; calls
+def runs_of(graph: TaskGraph, apart: Collection[Kind] = ()) -> tuple[dict[str, OpCall], float]:
+    """A call of each kernel of the runs of ``graph``, by ``kernel_text``, and the seconds of a step in all runs. Calls
     of the kinds ``apart`` are in none."""
     known = _Graph(graph, apart)
-    found: dict[OpCall, float] = {}
-    for run in _Joining(known).run():
-        vertex, call, _ = _vertex(known, run)
-        call = without_module(call)
-        found[call] = found.get(call, 0.0) + (vertex.duration or 0.0)
-    return found
+    made = [_vertex(known, run)[:2] for run in _Joining(known).run()]
+    return {kernel_text(call): call for _, call in made}, sum(vertex.duration or 0.0 for vertex, _ in made)
 
 
 def fused_runs(graph: TaskGraph, costs: Costs, apart: Collection[Kind] = ()) -> TaskGraph:
@@ -233,7 +225,7 @@ def fused_runs(graph: TaskGraph, costs: Costs, apart: Collection[Kind] = ()) -> 
     joined_in: dict[int, int] = {}
     for run in runs:
         vertex, call, refs = _vertex(known, run)
-        cost = costs(without_module(call))
+        cost = costs(call)
         if cost is None or cost[0] >= (vertex.duration or math.inf):
             continue
         over = tuple(sorted(arg.input for arg in map(call.args.__getitem__, cost[1]) if isinstance(arg, TensorArg)))

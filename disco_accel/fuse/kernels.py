@@ -38,14 +38,14 @@ and a machine with a GPU has many cores."""
 _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 _ROOT = Path(__file__).parents[1]
 _PROGRAM = "import sys; sys.path[:0] = sys.argv[1:]; from disco_accel.fuse.compiler import main; main()"
-_known: dict[OpCall, Kernel] = {}
-"""The kernels of this process, by call without a module: plans of all models share them."""
+_known: dict[str, Kernel] = {}
+"""The kernels of this process by ``kernel_text``: plans of all models share them."""
 _one_at_a_time = threading.Lock()
 
 
 def kernel_of(call: OpCall) -> Kernel | None:
     """The kernel of a run; None where it is not compiled."""
-    return _known.get(call)
+    return _known.get(kernel_text(call))
 
 
 def load_kernels(calls: Iterable[OpCall], device: str) -> None:
@@ -146,13 +146,13 @@ class _Part:
         directory = cache_root() / f"fused-torch{torch.__version__}-{key}"
         return Library(directory, "fused", compile_in, require_building)
 
-    def kernels(self, process: _CompilerProcess | None) -> dict[OpCall, Kernel]:
+    def kernels(self, process: _CompilerProcess | None) -> dict[str, Kernel]:
         """From its library, which is compiled first where it is missing. Raises ExtensionError."""
         try:
             found = self.library(process).load(_host_kernels if self.gpu is None else _cuda_kernels)
         except RuntimeError as error:
             raise ExtensionError(f"fused kernels cannot be loaded: {str(error).splitlines()[0]}") from error
-        return {call: found[number] for number, call in enumerate(self.calls)}
+        return {kernel_text(call): found[number] for number, call in enumerate(self.calls)}
 
 
 class _Shared:
@@ -186,7 +186,8 @@ class _Shared:
 def _parts(calls: Iterable[OpCall], device: str) -> list[_Part]:
     load_extension()
     gpu = backend_of(run_device(device)).target()
-    missing = sorted({call for call in calls if call not in _known}, key=kernel_text)
+    named = {kernel_text(call): call for call in calls}
+    missing = [named[name] for name in sorted(named.keys() - _known.keys())]
     count = _TOGETHER["host" if gpu is None else "gpu"]
     return [_Part(tuple(missing[at : at + count]), gpu) for at in range(0, len(missing), count)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -17,7 +17,7 @@ from math import prod
 import torch
 
 from disco_accel.errors import ExtensionError
-from disco_accel.fuse.call_json import without_module
+from disco_accel.fuse.call_json import kernel_text
 from disco_accel.fuse.evaluate import evaluate
 from disco_accel.fuse.fused_runs import FusedCost, Kind, alone, fused_runs, kind_of, runs_of
 from disco_accel.fuse.kernels import Kernel, compile_kernels, kernel_of, load_kernels
@@ -33,7 +33,9 @@ logger = logging.getLogger("disco_accel")
 
 _KINDS = ("normal", "any magnitude", "small")
 _SPECIAL = (0.0, -0.0, float("inf"), -float("inf"), float("nan"))
-
+_OTHER_BYTES = 0xA5
+_LARGE = 1 << 30
+"""Of whole numbers."""
 
 WORTH_SECONDS = 1e-3
 """Of a step, in kernels that fused ones may take the place of. They save about half of it, and take 20 s of two cores
@@ -60,59 +62,60 @@ class Fusing:
     compute_threads: int | None = None
     failed: str = ""
     """Why nothing can be compiled, or ""."""
-    _records: dict[OpCall, _FusedRecord] = field(default_factory=dict)
-    _tried: set[Kind] = field(default_factory=set)
-    _apart: set[Kind] = field(default_factory=set)
+    _records: dict[str, _FusedRecord] = field(init=False, default_factory=dict)
+    """By ``kernel_text``."""
+    _tried: set[Kind] = field(init=False, default_factory=set)
+    _apart: set[Kind] = field(init=False, default_factory=set)
     """Kinds of calls that were tried alone, and those of which the compiler makes other bits."""
-    _asked: set[OpCall] = field(default_factory=set)
+    _asked: set[str] = field(init=False, default_factory=set)
 
     def fused(self, graph: TaskGraph) -> TaskGraph:
         """``graph`` with fused kernels, as far as they are known."""
         return fused_runs(graph, self._cost, self._apart)
 
     def _cost(self, call: OpCall) -> FusedCost | None:
-        found = self._records.get(call)
+        found = self._records.get(kernel_text(call))
         return None if found is None or found.record is None else (rounded(found.record.seconds), found.over)
 
-    def unknown(self, graph: TaskGraph) -> set[OpCall]:
+    def unknown(self, graph: TaskGraph) -> dict[str, OpCall]:
         """The runs of ``graph`` whose kernels were not measured; none where all together take too little of a step.
 
         Where a kernel was refused for its bits, each kind of call in it is tried alone: one that is refused too is in
         no further run.
         """
         if self.failed:
-            return set()
-        runs = runs_of(graph, self._apart)
-        if sum(runs.values()) < WORTH_SECONDS:
-            return set()
-        wanted = set(runs)
-        for call in runs:
-            known = self._records.get(call)
-            if known is not None and known.differs and len(call.body) > 1:
-                wanted |= {alone(inner) for inner in call.body if kind_of(inner) not in self._tried}
-        return {call for call in wanted if call not in self._records}
+            return {}
+        runs, seconds = runs_of(graph, self._apart)
+        if seconds < WORTH_SECONDS:
+            return {}
+        wanted = dict(runs)
+        for name, call in runs.items():
+            known = self._records.get(name)
+            if known is not None and known.differs:
+                tried = (alone(inner) for inner in call.body if kind_of(inner) not in self._tried)
+                wanted |= {kernel_text(single): single for single in tried}
+        return {name: call for name, call in wanted.items() if name not in self._records}
 
-    def compiled(self, calls: Collection[OpCall]) -> bool:
+    def compiled(self, calls: Iterable[OpCall]) -> bool:
         """Whether all of ``calls`` can be measured."""
         return all(kernel_of(call) is not None for call in calls)
 
     def use_compiled(self, graph: TaskGraph) -> None:
         """Load and measure the kernels for ``graph`` that earlier processes have compiled."""
         while runs := self.unknown(graph):
-            self._try(partial(load_kernels, runs, self.device))
-            if not any(kernel_of(call) for call in runs):
+            self._try(partial(load_kernels, runs.values(), self.device))
+            if not self.measure(runs):
                 return
-            self.measure(runs)
 
-    def begin(self, calls: Collection[OpCall], say: Callable[[str], None]) -> None:
-        """Compile the kernels of ``calls``, in a thread and processes of their own; ``say`` hears how far it is."""
-        new = {call for call in calls if call not in self._asked and kernel_of(call) is None}
-        self._asked |= new
+    def begin(self, runs: Mapping[str, OpCall], say: Callable[[str], None]) -> None:
+        """Compile the kernels of ``runs``, in a thread and processes of their own; ``say`` hears how far it is."""
+        new = {name: call for name, call in runs.items() if name not in self._asked and kernel_of(call) is None}
+        self._asked |= new.keys()
         if new:
             start_thread(self._compile, new, say, name="disco-fuse", stop=lambda: None)
 
-    def _compile(self, calls: Collection[OpCall], say: Callable[[str], None]) -> None:
-        self._try(partial(compile_kernels, calls, self.device, say))
+    def _compile(self, runs: Mapping[str, OpCall], say: Callable[[str], None]) -> None:
+        self._try(partial(compile_kernels, runs.values(), self.device, say))
 
     def _try(self, work: Callable[[], None]) -> None:
         try:
@@ -122,26 +125,27 @@ class Fusing:
                 self.failed = str(error)
                 logger.warning("steps run without fused kernels: %s (fuse: off says nothing)", error)
 
-    def measure(self, calls: Collection[OpCall]) -> None:
-        """Compare and time the kernels of ``calls`` that are compiled, on the device."""
-        kernels = {
-            call: kernel for call in calls if call not in self._records and (kernel := kernel_of(call)) is not None
-        }
+    def measure(self, runs: Mapping[str, OpCall]) -> int:
+        """Compare and time the kernels of ``runs`` that are compiled, on the device; returns their number."""
+        kernels = [(call, kernel) for call in runs.values() if (kernel := kernel_of(call)) is not None]
         found = measure_fused(kernels, self.device, self.compute_threads)
-        self._records |= found
-        for call, record in found.items():
+        self._records |= {kernel_text(call): record for (call, _), record in zip(kernels, found, strict=True)}
+        for (call, _), record in zip(kernels, found, strict=True):
             if len(call.body) == 1:
-                kind = kind_of(call.body[0])
-                self._tried.add(kind)
+                self._tried.add(kind_of(call.body[0]))
                 if record.differs:
-                    self._apart.add(kind)
+                    self._apart.add(kind_of(call.body[0]))
+        refused = [record.refused for record in found if record.record is None]
+        if refused:
+            logger.info("%d of %d fused kernels are not used; one: %s", len(refused), len(found), refused[0])
+        return len(kernels)
 
     def records(self, graph: TaskGraph) -> dict[int, OpRecord]:
         """The records of the fused kernels of ``graph``."""
         found: dict[int, OpRecord] = {}
         for vertex, call in graph.ops.items():
             if is_fused(call):
-                record = self._records[without_module(call)].record
+                record = self._records[kernel_text(call)].record
                 assert record is not None, "fused_runs takes kernels alone"
                 found[vertex] = record
         return found
@@ -149,7 +153,7 @@ class Fusing:
     @property
     def refused(self) -> int:
         """The number of runs whose kernels have other bits than their ops."""
-        return sum(record.differs and len(call.body) > 1 for call, record in self._records.items())
+        return sum(record.differs for record in self._records.values())
 
 
 @functools.cache
@@ -159,13 +163,14 @@ def fusing_on(device: str, compute_threads: int | None) -> Fusing:
 
 
 def measure_fused(
-    kernels: Mapping[OpCall, Kernel], device: str, compute_threads: int | None = None
-) -> dict[OpCall, _FusedRecord]:
+    kernels: Sequence[tuple[OpCall, Kernel]], device: str, compute_threads: int | None = None
+) -> list[_FusedRecord]:
     """The record of each of ``kernels``, with as many ``compute_threads`` as the engine uses. Raises ExecutionError
     where memory runs out."""
     where = run_device(device)
-    with threads(compute_threads), torch.no_grad(), torch.autocast(where.type, enabled=False):
-        return {call: _measured(call, kernel, where) for call, kernel in kernels.items()}
+    inside = threads(compute_threads), torch.no_grad(), torch.autocast(where.type, enabled=False)
+    with inside[0], inside[1], inside[2], backend_of(where).on_default_stream():
+        return [_measured(call, kernel, where) for call, kernel in kernels]
 
 
 def _measured(call: OpCall, kernel: Kernel, device: torch.device) -> _FusedRecord:
@@ -183,7 +188,7 @@ def _measured(call: OpCall, kernel: Kernel, device: torch.device) -> _FusedRecor
             _fill(view_of_buffer(buffer, spec), kind, number)
         tensors = [view_of_buffer(buffer, spec) for buffer, spec in zip(inputs, reads, strict=True)]
         expected = evaluate(call, tensors)
-        if not _same(ops, op, outputs, writes, expected):
+        if not _same(ops, op, _filled(outputs), call, expected):
             return _FusedRecord(None, f"{label(call)}: other bits than its ops", differs=True)
         for position in sorted(over):
             if not _same_over(ops, call, kernel, inputs, outputs, position, expected):
@@ -211,13 +216,16 @@ def _added(
 def _fill(tensor: torch.Tensor, kind: str, seed: int) -> None:
     generator = torch.Generator(tensor.device).manual_seed(seed)
     if not tensor.is_floating_point():
-        tensor.random_(0, 2 if tensor.dtype is torch.bool else 8, generator=generator)
+        large = kind == "any magnitude" and tensor.dtype is not torch.bool
+        limits = torch.iinfo(tensor.dtype) if large else None
+        ends = (0, 2) if limits is None else (max(limits.min, -_LARGE), min(limits.max, _LARGE))
+        tensor.random_(*ends, generator=generator)
         return
-    drawn = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device).normal_(generator=generator)
+    drawn = torch.empty(tensor.shape, dtype=torch.float64, device=tensor.device).normal_(generator=generator)
     if kind == "small":
         drawn *= 2.0**-10
     elif kind == "any magnitude":
-        drawn *= 10.0 ** torch.empty_like(drawn).uniform_(-30, 30, generator=generator)
+        drawn *= 10.0 ** torch.empty_like(drawn).uniform_(-42, 38, generator=generator)
         chance = torch.empty_like(drawn).uniform_(generator=generator)
         for number, special in enumerate(_SPECIAL):
             drawn[(chance >= number / 100) & (chance < (number + 1) / 100)] = special
@@ -225,16 +233,12 @@ def _fill(tensor: torch.Tensor, kind: str, seed: int) -> None:
 
 
 def _same(
-    ops: OpTable,
-    op: int,
-    outputs: Sequence[torch.Tensor],
-    writes: Sequence[TensorSpec],
-    expected: Iterable[torch.Tensor],
+    ops: OpTable, op: int, outputs: Sequence[torch.Tensor], call: OpCall, expected: Iterable[torch.Tensor]
 ) -> bool:
-    for buffer in outputs:
-        buffer.fill_(0xA5)
+    """Whether ``op``, of ``call``, writes the bits of ``expected`` to ``outputs``."""
     ops.run(op)
-    found = (view_of_buffer(buffer, spec) for buffer, spec in zip(outputs, writes, strict=True))
+    specs = (result.spec for result in call.results if result is not None)
+    found = (view_of_buffer(buffer, spec) for buffer, spec in zip(outputs, specs, strict=True))
     return all(same_bits(_one_nan(a), _one_nan(b)) for a, b in zip(expected, found, strict=True))
 
 
@@ -255,14 +259,14 @@ def _same_over(
     """Whether output 0 may take the place of the argument at ``position``."""
     shared = inputs[position].clone()
     given = [shared if i == position else buffer for i, buffer in enumerate(inputs)]
-    written = [shared, *outputs[1:]]
-    op = _added(ops, call, kernel, given, written)
-    for buffer in outputs[1:]:
-        buffer.fill_(0xA5)
-    ops.run(op)
-    writes = [result.spec for result in call.results if result is not None]
-    found = (view_of_buffer(buffer, spec) for buffer, spec in zip(written, writes, strict=True))
-    return all(same_bits(_one_nan(a), _one_nan(b)) for a, b in zip(expected, found, strict=True))
+    written = [shared, *_filled(outputs[1:])]
+    return _same(ops, _added(ops, call, kernel, given, written), written, call, expected)
+
+
+def _filled(buffers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    for buffer in buffers:
+        buffer.fill_(_OTHER_BYTES)
+    return buffers
 
 
 def _candidates(call: OpCall) -> tuple[int, ...]:

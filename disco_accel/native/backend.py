@@ -142,6 +142,9 @@ class Backend(Protocol):
     def streams(self, count: int) -> tuple[Any, ...]:
         """New streams; None in the place of each where there are none."""
 
+    def on_default_stream(self) -> AbstractContextManager[object]:
+        """Inside, work goes to the device's default stream, whatever the caller's is; it is over at the end."""
+
     def on_stream(self, stream: Any) -> AbstractContextManager[object]:
         """Inside, this one of ``streams`` is the current one."""
 

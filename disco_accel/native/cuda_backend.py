@@ -7,8 +7,8 @@ import functools
 import logging
 import re
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
@@ -206,6 +206,12 @@ class CudaBackend:
 
     def streams(self, count: int) -> tuple[Any, ...]:
         return tuple(torch.cuda.Stream(self.device) for _ in range(count))
+
+    @contextmanager
+    def on_default_stream(self) -> Iterator[None]:
+        with torch.cuda.stream(torch.cuda.default_stream(self.device)):
+            yield
+            torch.cuda.synchronize(self.device)
 
     def on_stream(self, stream: Any) -> AbstractContextManager[object]:
         return torch.cuda.stream(stream)

@@ -155,6 +155,9 @@ class HostBackend:
     def streams(self, count: int) -> tuple[Any, ...]:
         return (None,) * count
 
+    def on_default_stream(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def on_stream(self, stream: Any) -> AbstractContextManager[object]:
         del stream
         return nullcontext()

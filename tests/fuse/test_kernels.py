@@ -52,7 +52,7 @@ def normalised() -> OpCall:
     )
 
 
-CALLS = (scaled(2.0), scaled(3.0), gated("mul"), gated("div"), normalised())
+CALLS = (scaled(2.0), scaled(3.0), scaled(0.0), scaled(-0.0), gated("mul"), gated("div"), normalised())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,10 +62,10 @@ def compiled() -> None:
 
 def test_kernels_have_the_bits_of_their_ops() -> None:
     """With all kinds of numbers; and output 0 may take the place of inputs that are read element by element."""
-    found = measure_fused({call: kernel_of(call) or 0 for call in CALLS}, "cpu", 1)
-    assert [record.refused for record in found.values()] == [""] * len(CALLS)
-    assert [record.over for record in found.values()] == [(0, 1), (0, 1), (0, 1), (0, 1), (0,)]
-    assert all(record.record is not None and record.record.seconds > 0 for record in found.values())
+    found = measure_fused([(call, kernel_of(call) or 0) for call in CALLS], "cpu", 1)
+    assert [record.refused for record in found] == [""] * len(CALLS)
+    assert [record.over for record in found] == [*[(0, 1)] * 6, (0,)]
+    assert all(record.record is not None and record.record.seconds > 0 for record in found)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,19 @@ def test_a_kernel_of_other_bits_is_refused(call: OpCall, other: OpCall) -> None:
     """A kernel that computes something else in the place of the right one."""
     wrong = kernel_of(other)
     assert wrong is not None
-    (found,) = measure_fused({call: wrong}, "cpu", 1).values()
+    (found,) = measure_fused([(call, wrong)], "cpu", 1)
     assert found.record is None
     assert found.differs
     assert "other bits than its ops" in found.refused
+
+
+def test_calls_that_python_takes_for_equal_have_kernels_of_their_own() -> None:
+    """A product with -0.0 has other signs than one with 0.0, whose call is equal to it."""
+    assert scaled(0.0) == scaled(-0.0)
+    zero, negative = kernel_of(scaled(0.0)), kernel_of(scaled(-0.0))
+    assert isinstance(zero, int) and isinstance(negative, int) and zero != negative
+    (found,) = measure_fused([(scaled(-0.0), zero)], "cpu", 1)
+    assert found.differs
 
 
 def test_the_next_process_loads_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,5 +120,5 @@ def test_what_the_compiler_cannot_join_is_refused() -> None:
     compile_kernels([mixed, scaled(4.0)], "cpu")
     refused, good = kernel_of(mixed), kernel_of(scaled(4.0))
     assert isinstance(refused, str) and isinstance(good, int)
-    (found,) = measure_fused({mixed: refused}, "cpu", 1).values()
+    (found,) = measure_fused([(mixed, refused)], "cpu", 1)
     assert found.record is None and not found.differs and found.refused == refused != ""

@@ -14,6 +14,7 @@ from disco_accel.fuse.fused_runs import FUSED, FusedCost, fused_runs, kind_of, r
 from disco_accel.graph.check import after_gate, check_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.op_traits import op_traits
+from disco_accel.graph.spaces import SpaceKind
 from disco_accel.graph.taskgraph import OpCall, TaskGraph, VertexKind, is_fused
 from disco_accel.plan import make_plan
 from disco_accel.verify.static import verify
@@ -101,17 +102,25 @@ def test_kinds_that_are_kept_apart_are_in_no_run() -> None:
     """As those whose bits a compiler changes."""
     graph = timed(capture(Case().model(), Case().batch())).graph
     mul = next(kind_of(call) for call in graph.ops.values() if call.name == "aten::mul")
-    runs = runs_of(graph, {mul})
+    runs, _ = runs_of(graph, {mul})
     assert runs
-    assert not any(kind_of(inner) == mul for call in runs for inner in call.body)
-    assert any(kind_of(inner) == mul for call in runs_of(graph) for inner in call.body)
+    assert not any(kind_of(inner) == mul for call in runs.values() for inner in call.body)
+    assert any(kind_of(inner) == mul for call in runs_of(graph)[0].values() for inner in call.body)
 
 
 def test_calls_go_through_json() -> None:
     """The compiling process gets the calls that were sent."""
     graph = timed(capture(Case(base=torch.bfloat16, padded=True, attention="eager").model(), Case().batch())).graph
-    runs = runs_of(graph)
+    runs, _ = runs_of(graph)
     assert runs
-    for call in runs:
-        assert call_of(call_to_object(call)) == call
-        assert kernel_text(call_of(call_to_object(call))) == kernel_text(call)
+    for name, call in runs.items():
+        assert call_of(call_to_object(call)) == replace(call, module="")
+        assert kernel_text(call_of(call_to_object(call))) == name
+
+
+def test_kernels_of_a_device_in_host_memory_are_in_no_run() -> None:
+    """Fused kernels are compiled for the device beside it: of a step that runs in host memory alone there are none."""
+    graph = timed(capture(Case().model(), Case().batch())).graph
+    assert runs_of(graph)[0]
+    spaces = (replace(graph.spaces[0], kind=SpaceKind.HOST), *graph.spaces[1:])
+    assert runs_of(replace(graph, spaces=spaces)) == ({}, 0)

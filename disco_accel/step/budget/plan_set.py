@@ -70,7 +70,7 @@ class PlanSet:
         """One step of each kind that was run."""
         self.dropped: list[CompiledStep] = []
         """Plain steps that are not kept any more."""
-        self.runs: set[OpCall] = set()
+        self.runs: dict[str, OpCall] = {}
         """Of its plans' graphs, whose kernels are being compiled."""
         self.settled: set[int] = set()
         """Budgets that a thorough search has been through."""
@@ -80,12 +80,13 @@ class PlanSet:
         self.add(first)
         self.settled.add(first.budget.total)
 
-    def runs_to_compile(self) -> set[OpCall]:
-        """The runs of the plans whose kernels nobody has measured."""
-        fusing = self._first.settings.fusing
-        if fusing is None:
-            return set()
-        return {call for member in self.members() for call in fusing.unknown(member.plain.graph)}
+    def runs_to_compile(self) -> dict[str, OpCall]:
+        """The runs of the plans whose kernels nobody has measured, as of ``Fusing.unknown``."""
+        found: dict[str, OpCall] = {}
+        if self.fusing is not None:
+            for member in self.members():
+                found |= self.fusing.unknown(member.plain.graph)
+        return found
 
     @property
     def fusing(self) -> Fusing | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError
 from disco_accel.gc_pause import collector_left_alone
-from disco_accel.graph.taskgraph import OpCall
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.step.budget.grant import Grant
@@ -72,18 +71,18 @@ class PlanSets:
         """Whether kernels of a step are being compiled, or are to be measured."""
         return any(each.runs and each.fusing is not None and not each.fusing.failed for each in self.all())
 
-    def compiled_runs(self, key: Hashable) -> set[OpCall]:
-        """Runs of the step under ``key`` whose kernels have been compiled beside it: ``use_fused`` is to be called now,
+    def kernels_arrived(self, key: Hashable) -> bool:
+        """Whether kernels for the step under ``key`` have been compiled beside it: ``use_fused`` is to be called now,
         while nothing runs."""
         plan_set = self._by_key.get(key)
         if plan_set is None or not plan_set.runs or plan_set.fusing is None:
-            return set()
+            return False
         if plan_set.fusing.failed:
-            plan_set.runs = set()
-        return plan_set.runs if plan_set.fusing.compiled(plan_set.runs) else set()
+            plan_set.runs = {}
+        return bool(plan_set.runs) and plan_set.fusing.compiled(plan_set.runs.values())
 
     def use_fused(self, key: Hashable) -> None:
-        """Measure the kernels of ``compiled_runs``; plans with them are made beside the steps."""
+        """Measure the kernels that have arrived; plans with them are made beside the steps."""
         plan_set = self._by_key[key]
         assert plan_set.fusing is not None
         plan_set.fusing.measure(plan_set.runs)

@@ -191,7 +191,7 @@ def plan_of(
 def _measure_fused(state: Session, key: Hashable) -> None:
     """Between two steps: compare and time fused kernels that were compiled meanwhile, for plans under ``key``."""
     plan_sets = state.budgets.plan_sets
-    if not plan_sets.compiled_runs(key):
+    if not plan_sets.kernels_arrived(key):
         return
     if backend_of(state.memory.device).separate_memory:
         # In memory of their own, which the budget covers too.
