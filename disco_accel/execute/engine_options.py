@@ -43,6 +43,8 @@ class EngineOptions:
     launch_graphs: bool = True
     """CUDA only: kernels that follow each other on a stream are recorded in the second step that runs them, and
     launched as one from then on. Not with ``lookahead`` 0, several compute streams, or an order that is fixed."""
+    graph_bytes: int = 64 << 20
+    """Of each GPU, that graphs of all engines with the same arena may take."""
     dispatch: str = "priority"
     """``priority``, ``random``, ``fixed``, or ``synchronous`` (one vertex at a time in serial order)."""
     seed: int = 0
@@ -74,6 +76,7 @@ class EngineOptions:
 
 
 DEFAULT_OPTIONS = EngineOptions()
+_FREE_ORDERS = ("priority", "random")
 
 
 def first_device(options: EngineOptions) -> torch.device:
@@ -81,6 +84,12 @@ def first_device(options: EngineOptions) -> torch.device:
     device = torch.device(options.device)
     indexed = options.devices and device.index is None and backend_of(device).separate_memory
     return run_device(f"{device.type}:{options.devices[0]}" if indexed else options.device)
+
+
+def makes_graphs(options: EngineOptions) -> bool:
+    """Whether kernels are launched as graphs, if the device can."""
+    able = DEVICE_TYPES[torch.device(options.device).type].separate_memory and options.launch_graphs
+    return able and options.lookahead > 0 and options.compute_streams == 1 and options.dispatch in _FREE_ORDERS
 
 
 def threads_beside(device: str, compute_threads: int | None) -> int:
@@ -94,7 +103,7 @@ def engine_settings(options: EngineOptions) -> dict[str, float]:
     """The options as the numbers that the engine reads. Raises ConfigError naming the option."""
     if options.dispatch not in DISPATCHES:
         raise ConfigError(f"dispatch is '{options.dispatch}', but it is one of {', '.join(DISPATCHES)}")
-    for name in ("lookahead", "seed", "link_latency", "link_jitter_seed", "copy_piece"):
+    for name in ("lookahead", "seed", "link_latency", "link_jitter_seed", "copy_piece", "graph_bytes"):
         if (getattr(options, name) or 0) < 0:
             raise ConfigError(f"{name} is {getattr(options, name)}, but it cannot be negative")
     if options.link_bandwidth is not None and options.link_bandwidth <= 0:

@@ -237,12 +237,19 @@ class Executor:
                 return False
         return True
 
-    def invalidate(self) -> None:
-        """The host bytes of clean inputs or the arena changed: residents are copied again before the next step. Raises
-        ExecutionError, and does nothing, while resident states are newer than their homes."""
+    def invalidate(self, in_place: Collection[int] = ()) -> None:
+        """The host bytes of clean inputs or the arena changed: residents are copied again before the next step, but for
+        inputs ``in_place``, whose offsets hold the bytes that the host has. If that step ends early, the one behind it
+        copies all. Raises ExecutionError, and does nothing, while resident states are newer than their homes."""
         self._require_own_process()
         self._states.require_stored()
-        self._engine.invalidate()
+        positions = {vertex.id: i for i, vertex in enumerate(self._graph.vertices)} if in_place else {}
+        self._engine.invalidate([positions[vertex] for vertex in in_place])
+
+    def holds_residents(self) -> bool:
+        """Whether the residents lie in the arena as the host had them when they were copied: the last step ran to its
+        end, and nothing was invalidated since. No executor but this one may have used the arena."""
+        return not self._running and self._pid == os.getpid() and bool(self._engine.holds_residents())
 
     def store_states(self) -> None:
         """Write resident states that are newer than their homes there, between steps: for checkpoints, and before
@@ -255,7 +262,7 @@ class Executor:
         Call after writing to homes, and after a step that ended with some of its updates done."""
         self._require_idle()
         self._states.restore()
-        self._engine.invalidate()
+        self._engine.invalidate([])
 
     def value(self, ref: Ref, spec: TensorSpec) -> torch.Tensor:
         """A kept value, or a state's last version, where it lies after the step (``out`` values: after ``wait_out``).
@@ -361,7 +368,7 @@ class Executor:
         elif self._states.planned.version:
             self._states.after_early_end(int(self._engine.counters()["changes"]))
         if self._states.loads_each_step:
-            self._engine.invalidate()
+            self._engine.invalidate([])
 
     def _bind(self, externals: _Externals, given: Mapping[int, torch.Tensor]) -> None:
         try:

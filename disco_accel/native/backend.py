@@ -15,6 +15,7 @@ from disco_accel.native.cuda_backend import CudaBackend
 from disco_accel.native.device_types import CUDA, DEVICE_TYPES, HOST
 from disco_accel.native.engine_class import OpTable
 from disco_accel.native.host_backend import HostBackend
+from disco_accel.native.loads import Load
 from disco_accel.simulate.roofline import Speed
 
 
@@ -154,6 +155,13 @@ class Backend(Protocol):
 
     def release_memory(self) -> None:
         """Give memory back that the process has freed and PyTorch's allocator has kept."""
+
+    def loads(self, bandwidth: float | None) -> Load:
+        """A queue of copies to the device, beside its own work. ``bandwidth``: of the host device's throttled link, in
+        bytes/s."""
+
+    def tensor_bytes(self) -> tuple[int, int]:
+        """Bytes of this process's tensors on the device now, and at most until now; zeros where nobody counts them."""
 
     def allocations(self) -> dict[str, int]:
         """How many blocks of the device's memory this process has taken until now, by where they came from."""

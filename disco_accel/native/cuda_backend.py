@@ -22,6 +22,7 @@ from disco_accel.native.device_types import CUDA
 from disco_accel.native.engine_class import OpTable
 from disco_accel.native.engine_numbers import PEER_PATHS
 from disco_accel.native.extension import load_allocator_shim, load_extension
+from disco_accel.native.loads import Load, cuda_loads
 from disco_accel.simulate.machine import Machine
 from disco_accel.simulate.roofline import Speed
 from disco_accel.sizes import format_size
@@ -222,6 +223,17 @@ class CudaBackend:
 
     def release_memory(self) -> None:
         torch.cuda.empty_cache()
+
+    def loads(self, bandwidth: float | None) -> Load:
+        del bandwidth
+        return cuda_loads(self.device)
+
+    def tensor_bytes(self) -> tuple[int, int]:
+        counted = torch.cuda.memory_stats_as_nested_dict(self.device)
+        if not counted:
+            return 0, 0
+        found = counted["allocated_bytes"]["all"]
+        return int(found["current"]), int(found["peak"])
 
     def allocations(self) -> dict[str, int]:
         stats = torch.cuda.memory_stats(self.device)

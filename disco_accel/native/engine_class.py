@@ -110,8 +110,11 @@ class Engine(Protocol):
     def abort(self, timeout: float) -> bool:
         """Launch nothing more; whether all that ran has ended."""
 
-    def invalidate(self) -> None:
-        """Load residents again before the next step."""
+    def invalidate(self, in_place: list[int]) -> None:
+        """Load residents again before the next step, but for those at positions ``in_place``."""
+
+    def holds_residents(self) -> bool:
+        """Whether the last step ran to its end, and nothing has invalidated the residents since."""
 
     def set_tracing(self, on: bool) -> None:
         """Whether the following steps are traced."""

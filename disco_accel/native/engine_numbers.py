@@ -68,7 +68,7 @@ PEER_PATHS = ("direct", "no_access", "wrong_bytes")
 memory, or because other bytes arrived straight than were sent."""
 OPTIONS = (
     *("dispatch", "seed", "lookahead", "copy_piece", "launch_graphs", "stall_timeout", "time_ops", "compute_threads"),
-    *("compute_streams", "inline_compute", "host_threads", "link_jitter", "link_jitter_seed"),
+    *("compute_streams", "inline_compute", "host_threads", "link_jitter", "link_jitter_seed", "graph_bytes"),
 )
 """Options of the engine, each a float: those of ``EngineOptions``."""
 

@@ -19,6 +19,7 @@ from disco_accel.host_limits import host_limits, require_left
 from disco_accel.native.device_types import HOST
 from disco_accel.native.engine_class import OpTable
 from disco_accel.native.extension import load_extension
+from disco_accel.native.loads import Load, host_loads
 from disco_accel.simulate.machine import Link, Machine
 from disco_accel.simulate.roofline import Speed
 
@@ -168,6 +169,12 @@ class HostBackend:
 
     def release_memory(self) -> None:
         pass
+
+    def loads(self, bandwidth: float | None) -> Load:
+        return host_loads(bandwidth)
+
+    def tensor_bytes(self) -> tuple[int, int]:
+        return 0, 0
 
     def allocations(self) -> dict[str, int]:
         return {}

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from disco_accel.errors import ExtensionError
+from disco_accel.graph.files import flush_to_disk
 
 Compile = Callable[[Path], Path]
 """Compiles in an empty folder and returns the library there. Raises ExtensionError."""
@@ -133,11 +134,11 @@ class Library:
             record.write_text("{} {}\n".format(*_measure(made)), encoding="ascii")
             record.chmod(0o644)
             for file in (made, record):
-                _flush(file)
+                flush_to_disk(file)
             # Between the two they do not fit each other, which is as good as no library.
             made.replace(self.path)
             record.replace(self.record)
-            _flush(self.directory)
+            flush_to_disk(self.directory)
         finally:
             shutil.rmtree(working, ignore_errors=True)
 
@@ -178,14 +179,6 @@ def _make_folder(folder: Path) -> None:
     # Each by itself: with parents=True the mode would hold for the last one alone, and a umask of 0 open the others.
     for missing in reversed([f for f in (folder, *folder.parents) if not f.exists()]):
         missing.mkdir(mode=0o755, exist_ok=True)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 #include <array>
 #include <utility>
 
+#include "copy_batch.h"
 #include "current_device.h"
 #include "launch_graphs.h"
 #include "peer_copies.h"
@@ -34,7 +35,8 @@ struct CudaDevice::Lane {
   std::vector<CudaEvent> events;                      // to be recorded behind token t: events[(t - 1) % size]
   std::vector<CudaEvent> recorded;                    // likewise, what was: that one, a graph's, or null
   std::vector<std::int32_t> vertices;                 // likewise
-  std::vector<std::span<const std::int32_t>> others;  // likewise, kernels of a graph that end with it
+  std::vector<std::span<const std::int32_t>> others;  // likewise, what was launched as one with it
+  std::vector<std::int32_t> batches;                  // of a copy lane: room for what `others` has of copies
   Token enqueued = 0;
   Token finished = 0;
   Token asked = 0;  // what was enqueued when completed() was last called
@@ -56,7 +58,8 @@ CudaDevice::CudaDevice(CudartApi api, CudaDeviceOptions options) : api_(api), op
   const CurrentDevice current(api_, options_.ordinal);
   try {
     make_lanes();
-    if (options_.graphs) graphs_ = std::make_unique<LaunchGraphs>(api_, streams_);
+    if (options_.graphs)
+      graphs_ = std::make_unique<LaunchGraphs>(api_, streams_, options_.graph_bytes, options_.graph_memory);
     if (!options_.neighbours.empty())
       peers_ = std::make_unique<PeerCopies>(api_, options_.ordinal, options_.neighbours);
   } catch (...) {
@@ -79,6 +82,7 @@ void CudaDevice::make_lanes() {
     lane.recorded.assign(lane.events.size(), nullptr);
     lane.others.assign(lane.events.size(), {});
     lane.vertices.assign(lane.events.size(), -1);
+    if (direction >= 0) lane.batches.assign(lane.events.size() * kMostCopies, -1);
     for (CudaEvent& event : lane.events) {
       check("cudaEventCreateWithFlags", api_.event_create(&event, kEventDisableTiming));
     }
@@ -189,19 +193,53 @@ Token CudaDevice::enqueue_op(int stream, std::int32_t vertex, std::int32_t op) {
 }
 
 Token CudaDevice::enqueue_copy(int stream, const Copy& copy) {
-  const auto& [vertex, dst, src, bytes, before, behind] = copy;
-  before_work(stream, vertex, copy.first());
-  const bool to_peer = peers_ != nullptr && stream == lane(Direction::kPeer);
-  if (const Neighbour* to = to_peer ? peers_->holder(dst, bytes) : nullptr; to != nullptr) {
-    peers_->enqueue(*to, lanes_[stream].stream, dst, src, static_cast<std::size_t>(bytes));
-  } else if (bytes > 0) {
-    const int kind = kMemcpyKind[static_cast<std::size_t>(stream - compute_streams())];
-    check("cudaMemcpyAsync",
-          api_.memcpy_async(dst, src, static_cast<std::size_t>(bytes), kind, lanes_[stream].stream));
-  }
-  const Token token = after_work(stream, vertex, copy.last());
+  before_work(stream, copy.vertex, copy.first());
+  put(stream, copy);
+  const Token token = after_work(stream, copy.vertex, copy.last());
   mark(stream);
   return token;
+}
+
+void CudaDevice::put(int stream, const Copy& copy) {
+  const auto bytes = static_cast<std::size_t>(copy.bytes);
+  const bool to_peer = peers_ != nullptr && stream == lane(Direction::kPeer);
+  if (const Neighbour* to = to_peer ? peers_->holder(copy.dst, copy.bytes) : nullptr; to != nullptr) {
+    peers_->enqueue(*to, lanes_[stream].stream, copy.dst, copy.src, bytes);
+  } else if (bytes > 0) {
+    const int kind = kMemcpyKind[static_cast<std::size_t>(stream - compute_streams())];
+    check("cudaMemcpyAsync", api_.memcpy_async(copy.dst, copy.src, bytes, kind, lanes_[stream].stream));
+  }
+}
+
+// One event tells of all of them.
+Token CudaDevice::enqueue_copies(int stream, std::span<const Copy> copies, std::int32_t& blamed) {
+  require_room(stream, 1);
+  if (!put_batch(stream, copies)) {
+    for (const Copy& copy : copies) {
+      blamed = copy.vertex;
+      put(stream, copy);
+    }
+  }
+  const Token token = after_work(stream, copies.back().vertex);
+  Lane& lane = lanes_[stream];
+  const std::size_t slot = lane.slot(token);
+  const std::span<std::int32_t> others =
+      std::span(lane.batches).subspan(slot * kMostCopies, copies.size() - 1);
+  for (std::size_t i = 0; i < others.size(); ++i) others[i] = copies[i].vertex;
+  lane.others[slot] = others;
+  mark(stream);
+  return token;
+}
+
+// False where the runtime takes no batches, or refuses this one. Made one by one then, a copy that the
+// runtime had begun is made twice, from the same bytes.
+bool CudaDevice::put_batch(int stream, std::span<const Copy> copies) {
+  if (stream == lane(Direction::kPeer) || !api_.batches) return false;
+  make_current();
+  if (copy_batch(api_, copies, lanes_[stream].stream) == kSuccess) return true;
+  api_.get_last_error();
+  api_.batches = {};
+  return false;
 }
 
 // Traced kernels are launched one by one, between events of their own.

@@ -1,6 +1,7 @@
 // The CUDA runtime's functions, found at run time, and memory that is registered with it.
 #include <dlfcn.h>
 
+#include "copy_batch.h"
 #include "cuda_device.h"
 #include "current_device.h"
 
@@ -106,6 +107,7 @@ CudartApi CudartApi::load() {
   resolve(library, api.error_string, "cudaGetErrorString");
   resolve_driver(api.primary_context_state, "cuDevicePrimaryCtxGetState");
   api.graphs = load_graph_api(library);
+  api.batches = load_batch_api(library, reinterpret_cast<const void*>(api.memcpy_async));
   return api;
 }
 

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -59,6 +60,15 @@ struct Copy {
 
   bool first() const { return before == 0; }
   bool last() const { return behind == 0; }
+};
+
+constexpr int kMostCopies = 16;  // of one call
+
+// How many whole copies a lane is given in one call, at most kMostCopies, and their bytes.
+struct BatchLimits {
+  int copies = 1;
+  std::int64_t each = 0;
+  std::int64_t all = 0;
 };
 
 // When one vertex ran, in steady_clock nanoseconds. Filled by the device while tracing.
@@ -137,6 +147,18 @@ class Device {
   // Throw std::exception if the work could not be handed over; the engine blames `vertex`.
   virtual Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) = 0;
   virtual Token enqueue_copy(int stream, const Copy& copy) = 0;
+  // Of copies that are ready together.
+  virtual BatchLimits batch_limits() const { return {}; }
+  // Several of them, none of which is cut or depends on another, in any order. All have finished when the
+  // token has. If this throws, `blamed` is the vertex of the copy that was refused.
+  virtual Token enqueue_copies(int stream, std::span<const Copy> copies, std::int32_t& blamed) {
+    Token last = 0;
+    for (const Copy& copy : copies) {
+      blamed = copy.vertex;
+      last = enqueue_copy(stream, copy);
+    }
+    return last;
+  }
   // Whether repeat() may launch segments.
   virtual bool repeats() const { return false; }
   // Launches a segment as one on compute stream `stream`, if it was launched one by one in an earlier step,

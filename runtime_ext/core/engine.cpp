@@ -98,9 +98,16 @@ void Engine::Loop::require_not_running(std::int32_t vertex, const char* what) co
   }
 }
 
-void Engine::Loop::invalidate() {
+void Engine::Loop::invalidate(const std::vector<std::int32_t>& in_place) {
   const Lock lock(caller_mutex_);
   invalidated_ = true;
+  std::fill(in_place_.begin(), in_place_.end(), false);
+  for (const std::int32_t v : in_place) in_place_.at(static_cast<std::size_t>(v)) = true;
+}
+
+bool Engine::Loop::holds_residents() const {
+  const Lock lock(caller_mutex_);
+  return !active_ && !invalidated_ && residents_valid_;
 }
 
 EngineError Engine::Loop::last_error() const {
@@ -217,7 +224,8 @@ Status Engine::wait_end(double timeout) { return loop().wait_end(timeout); }
 bool Engine::abort(double timeout) { return loop().abort(timeout); }
 void Engine::set_source(std::int32_t vertex, const void* src) { loop().set_source(vertex, src); }
 void Engine::set_target(std::int32_t vertex, void* dst) { loop().set_target(vertex, dst); }
-void Engine::invalidate() { loop().invalidate(); }
+void Engine::invalidate(const std::vector<std::int32_t>& in_place) { loop().invalidate(in_place); }
+bool Engine::holds_residents() const { return loop().holds_residents(); }
 EngineError Engine::last_error() const { return loop().last_error(); }
 const Program& Engine::program() const { return loop().program(); }
 StepCounters Engine::counters() const { return loop().counters(); }

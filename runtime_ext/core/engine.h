@@ -26,7 +26,9 @@ struct EngineOptions {
   // K: kernels queued on a stream beyond the running one, and more on a GPU while they are short
   // (kHorizonNs); 0 = launch after completion.
   int lookahead = 2;
-  int copy_depth = 2;  // copies, or pieces of them, handed to a lane at once, the running one included
+  // Copies, pieces of them, or batches of small ones (Device::batch_limits), that a lane has at once, the
+  // running one included.
+  int copy_depth = 2;
   // Bytes of a piece of a copy from or to the host; 0 = copies are not cut. Behind each piece the first ready
   // copy in serial order goes on: one that becomes ready waits for pieces, not for whole copies.
   std::int64_t copy_piece = 0;
@@ -151,8 +153,13 @@ class Engine {
   void set_source(std::int32_t vertex, const void* src);
   // The same for where it writes to.
   void set_target(std::int32_t vertex, void* dst);
-  // The arena's residents no longer hold what the host holds: the next begin() loads them again.
-  void invalidate();
+  // The arena's residents no longer hold what the host holds: the next begin() loads them again, all but
+  // those `in_place`, which the caller knows to hold it. That list is for that step alone, and a later call
+  // replaces it. Throws std::out_of_range for a vertex that does not exist.
+  void invalidate(const std::vector<std::int32_t>& in_place = {});
+  // Whether the residents hold what the host held when they were loaded: the last step ran to its end, and
+  // nothing has invalidated them since. False while a step runs.
+  bool holds_residents() const;
 
   EngineError last_error() const;
   const Program& program() const;

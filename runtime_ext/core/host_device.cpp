@@ -259,6 +259,11 @@ Token HostDevice::enqueue_copy(int stream, const Copy& copy) {
   return item.token;
 }
 
+BatchLimits HostDevice::batch_limits() const {
+  if (!small(options_.small_copy)) return {};
+  return {kMostCopies, options_.small_copy, kMostCopies * options_.small_copy};
+}
+
 std::int64_t HostDevice::expected_end(int stream) const { return streams_[stream]->end_ns; }
 
 void HostDevice::wait(int stream, int other, Token token) {

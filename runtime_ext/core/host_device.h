@@ -59,6 +59,8 @@ class HostDevice final : public Device {
   bool computing() const override;
   Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) override;
   Token enqueue_copy(int stream, const Copy& copy) override;
+  // None on a throttled link, where a copy's successors would wait for the time of the others.
+  BatchLimits batch_limits() const override;
   void wait(int stream, int other, Token token) override;
   Token completed(int stream) override;
   std::int64_t expected_end(int stream) const override;

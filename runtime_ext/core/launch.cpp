@@ -105,8 +105,8 @@ bool Engine::Loop::issue() {
 
 bool Engine::Loop::issue_loads() {
   bool moved = false;
-  while (loads_issued_ < schedule_.residents.size() && phase_ == Phase::kLoading) {
-    const std::int32_t v = schedule_.residents[loads_issued_];
+  while (loads_issued_ < loads_.size() && phase_ == Phase::kLoading) {
+    const std::int32_t v = loads_[loads_issued_];
     int stream = 0;
     for (const Resource& resource : schedule_.resources) {
       const int h2d = devices_[resource.device]->lane(Direction::kHostToDevice);
@@ -124,29 +124,6 @@ bool Engine::Loop::issue_loads() {
     moved = true;
   }
   return moved;
-}
-
-bool Engine::Loop::issue_copies(Resource& resource) {
-  bool moved = false;
-  const StreamState& stream = schedule_.streams[resource.first_stream];
-  // No more than a window at a time, so that kernels of other devices do not wait for many small copies that
-  // end at once; pump() comes back for the rest.
-  for (int i = 0; i < resource.window && stream.count < resource.window && phase_ == Phase::kRunning; ++i) {
-    const std::int32_t v = next_ready(resource);
-    if (v < 0) break;
-    moved = launch_next_piece(resource, v) || moved;
-  }
-  return moved;
-}
-
-// Of a copy that is not cut, all of it. One with pieces to come stays ready: whatever is first behind this
-// one goes on.
-bool Engine::Loop::launch_next_piece(Resource& resource, std::int32_t v) {
-  const std::int64_t left = program_.bytes[v] - handed_over_[v];
-  // The last one may be longer by half, so that none is short.
-  const bool last = resource.piece == 0 || left <= resource.piece + resource.piece / 2;
-  if (last) take(resource, resource.ready);
-  return launch(v, resource.first_stream, last ? left : resource.piece);
 }
 
 // A stream with nothing to do takes the first ready kernel. The window behind a busy stream is filled in
@@ -286,41 +263,32 @@ bool Engine::Loop::launch(std::int32_t v, int index, std::int64_t bytes) {
   StreamState& stream = schedule_.streams[index];
   Device& device = *devices_[stream.device];
   const bool kernel = program_.kind[v] == Kind::kKernel;
-  const std::int64_t before = handed_over_[v];
-  const std::int64_t behind = program_.bytes[v] - before - bytes;
-  if (before == 0) {
-    state_[v] = State::kIssued;
-    stream_of_[v] = static_cast<std::int16_t>(index);
-    step_.changes += program_.changes(v) ? 1 : 0;
-    ++step_.vertices;
-    if (traced_) issued_ns_[v] = now_ns();
-  }
+  const Copy copy = kernel ? Copy{} : next_piece(v, bytes);
+  if (handed_over_[v] == 0) note_issued(v, index);
   handed_over_[v] += bytes;
   try {
-    if (kernel) {
-      token_of_[v] = device.enqueue_op(stream.stream, v, program_.op[v]);
-    } else {
-      // A copy of nothing may have no address.
-      auto* dst = before == 0 ? program_.dst[v] : static_cast<std::byte*>(program_.dst[v]) + before;
-      auto* src = before == 0 ? program_.src[v] : static_cast<const std::byte*>(program_.src[v]) + before;
-      token_of_[v] = device.enqueue_copy(stream.stream, {v, dst, src, bytes, before, behind});
-    }
+    token_of_[v] = kernel ? device.enqueue_op(stream.stream, v, program_.op[v])
+                          : device.enqueue_copy(stream.stream, copy);
   } catch (const std::exception& error) {
     refuse(device, v, what_of(error));
     return false;
   }
   const std::int64_t due = kernel ? kNever : device.expected_end(stream.stream);
-  stream.push({v, token_of_[v], due, schedule_.expected_ns[v], behind == 0});
+  stream.push({v, token_of_[v], due, schedule_.expected_ns[v], copy.last()});
   ++in_flight_;
-  if (program_.goes(v, Direction::kDeviceToHost)) step_.offload_bytes += bytes;
-  if (program_.goes(v, Direction::kPeer)) step_.transfer_bytes += bytes;
-  if (program_.goes(v, Direction::kHostToDevice) || program_.kind[v] == Kind::kInput) {
-    step_.reload_bytes += bytes;
-  }
+  count_bytes(v, bytes);
   if (!kernel && device.notifies()) book_if_done(stream);
   if (!kernel || !schedule_.lookahead) return true;
   tell_of_launch(v);
   return true;
+}
+
+void Engine::Loop::note_issued(std::int32_t v, int index) {
+  state_[v] = State::kIssued;
+  stream_of_[v] = static_cast<std::int16_t>(index);
+  step_.changes += program_.changes(v) ? 1 : 0;
+  ++step_.vertices;
+  if (traced_) issued_ns_[v] = now_ns();
 }
 
 // Kernels that wait for `v`, which was launched, may be queued behind it.
@@ -328,11 +296,6 @@ void Engine::Loop::tell_of_launch(std::int32_t v) {
   for (const std::int32_t s : schedule_.followers_of(v)) {
     if (schedule_.resource_of[s] == schedule_.resource_of[v] && --unissued_[s] == 0) make_candidate(s);
   }
-}
-
-// Of a copy that ended at its launch the device does not tell.
-void Engine::Loop::book_if_done(StreamState& stream) {
-  ended_at_once_ = poll_stream(stream) || ended_at_once_;
 }
 
 void Engine::Loop::stop(DeviceFailure failure) {

@@ -161,8 +161,12 @@ std::string LaunchGraphs::trial(const CudartApi& api) {
   return {};
 }
 
-LaunchGraphs::LaunchGraphs(const CudartApi& api, std::shared_ptr<CudaStreams> streams)
-    : api_(api), streams_(std::move(streams)) {}
+LaunchGraphs::LaunchGraphs(const CudartApi& api, std::shared_ptr<CudaStreams> streams,
+                           std::int64_t most_bytes, std::shared_ptr<GraphMemory> memory)
+    : api_(api),
+      streams_(std::move(streams)),
+      most_bytes_(most_bytes),
+      memory_(memory != nullptr ? std::move(memory) : std::make_shared<GraphMemory>()) {}
 
 LaunchGraphs::~LaunchGraphs() {
   for (auto& [first, known] : known_) {
@@ -177,6 +181,7 @@ void LaunchGraphs::drop(LaunchGraph& graph) noexcept {
     if (event != nullptr) api_.event_destroy(event);
   }
   bytes_ -= graph.bytes;
+  memory_->taken -= graph.bytes;
 }
 
 void LaunchGraphs::keep(const std::vector<Segment>& segments) {
@@ -230,6 +235,10 @@ LaunchGraph* LaunchGraphs::find(const Segment& segment, OpRunner& runner, int de
   bool all_ran = true;
   for (const std::int32_t v : segment.vertices) all_ran = !ran_.insert(v).second && all_ran;
   if (!all_ran) return nullptr;
+  if (known.graph != nullptr && known.graph->exceeds) {
+    drop(*known.graph);
+    known.graph.reset();
+  }
   if (known.graph != nullptr) {
     words_.clear();
     runner.settings(words_);
@@ -243,7 +252,7 @@ LaunchGraph* LaunchGraphs::find(const Segment& segment, OpRunner& runner, int de
     drop(*known.graph);
     known.graph.reset();
   }
-  if (off_) {
+  if (off_ || !has_room()) {
     barred = segment.vertices;
     return nullptr;
   }
@@ -333,9 +342,17 @@ void LaunchGraphs::launch(LaunchGraph& graph, CudaStream stream) {
   // Others may take and give memory meanwhile.
   graph.bytes = std::max<std::int64_t>(0, before - free_bytes());
   bytes_ += graph.bytes;
-  if (bytes_ <= kMostBytes) return;
-  off_ = true;
-  note_refusal("graphs take " + std::to_string(bytes_) + " bytes already");
+  const std::int64_t taken = memory_->taken += graph.bytes;
+  if (taken <= most_bytes_) return;
+  graph.exceeds = off_ = true;
+  note_refusal("graphs would take " + std::to_string(taken) + " bytes, of " + std::to_string(most_bytes_));
+}
+
+bool LaunchGraphs::has_room() {
+  const std::int64_t taken = memory_->taken;
+  if (taken < most_bytes_) return true;
+  note_refusal("graphs take " + std::to_string(taken) + " bytes already, of " + std::to_string(most_bytes_));
+  return false;
 }
 
 }  // namespace disco

@@ -22,6 +22,7 @@ struct LaunchGraph {
   std::vector<std::uint64_t> words;       // OpRunner::depends_on of its kernels, likewise
   std::vector<std::size_t> words_behind;  // by kernel: where its words end
   std::int64_t bytes = 0;                 // of the device's memory, as far as that was seen
+  bool exceeds = false;                   // with it graphs take more than they may
 };
 
 // A launch of a graph must do what the launches of its kernels would, and wait for nothing by itself. So what
@@ -32,15 +33,15 @@ struct LaunchGraph {
 // done. Used by the loop thread alone, with its device current.
 class LaunchGraphs {
  public:
-  // The device's memory that graphs may take; no more are made then.
-  static constexpr std::int64_t kMostBytes = 64 << 20;
-
   // Why graphs cannot be used on the current device, or "". Tried with a graph of two nodes, launched twice:
   // an event that it records must not count as done before the second launch has got there.
   static std::string trial(const CudartApi& api);
 
-  // Kernels are recorded on `streams`' stream for that.
-  LaunchGraphs(const CudartApi& api, std::shared_ptr<CudaStreams> streams);
+  // Kernels are recorded on `streams`' stream for that. When the graphs of all that have `memory` take
+  // `most_bytes` of the device no more are made; one by which they exceed that is given back before its next
+  // launch.
+  LaunchGraphs(const CudartApi& api, std::shared_ptr<CudaStreams> streams, std::int64_t most_bytes,
+               std::shared_ptr<GraphMemory> memory);
   ~LaunchGraphs();
   LaunchGraphs(const LaunchGraphs&) = delete;
   LaunchGraphs& operator=(const LaunchGraphs&) = delete;
@@ -71,6 +72,7 @@ class LaunchGraphs {
   std::int32_t run_all(const Segment& segment, OpRunner& runner, int device, int stream,
                        const Capture& capture, LaunchGraph& graph);
   void instantiate(LaunchGraph& graph, CudaGraph recorded);
+  bool has_room();
   void note_refusal(const std::string& why);
   void drop(LaunchGraph& graph) noexcept;
   std::int64_t free_bytes() const;
@@ -84,7 +86,9 @@ class LaunchGraphs {
   std::map<std::int32_t, int> moved_;     // by vertex: how often what it depends on has changed
   std::vector<std::uint64_t> words_;
   std::string refused_;
-  std::int64_t bytes_ = 0;
+  std::int64_t most_bytes_;
+  std::shared_ptr<GraphMemory> memory_;
+  std::int64_t bytes_ = 0;         // of memory_'s, those of these graphs
   std::int64_t free_before_ = -1;  // free bytes before the graph was made that is launched next; -1: none was
 };
 

@@ -47,6 +47,8 @@ Engine::Loop::Loop(Program program, std::vector<std::unique_ptr<Device>> devices
   stream_of_.resize(n);
   token_of_.resize(n);
   handed_over_.resize(n);
+  in_place_.resize(n);
+  loads_.reserve(schedule_.residents.size());
   Random* random = options_.dispatch == Dispatch::kRandom ? &random_ : nullptr;
   for (Resource& resource : schedule_.resources) {
     resource.ready.prepare(resource.order.size(), random);
@@ -284,8 +286,7 @@ void Engine::Loop::on_progress() noexcept {
 void Engine::Loop::start_step() {
   {
     const Lock lock(caller_mutex_);
-    residents_valid_ = residents_valid_ && !invalidated_;
-    invalidated_ = false;
+    list_loads();
     traced_ = tracing_;
   }
   const std::uint64_t steps = step_.steps;
@@ -311,7 +312,7 @@ void Engine::Loop::start_step() {
   std::copy(schedule_.initial_unissued.begin(), schedule_.initial_unissued.end(), unissued_.begin());
   random_.seed(options_.seed * 0x100000001b3ULL + steps);
   serial_next_ = loads_issued_ = 0;
-  loads_left_ = residents_valid_ ? 0 : static_cast<std::int32_t>(schedule_.residents.size());
+  loads_left_ = static_cast<std::int32_t>(loads_.size());
   left_ = schedule_.runnable + static_cast<std::int32_t>(schedule_.late.size());
   outs_left_ = schedule_.outs;
   gate_open_ = schedule_.late.empty();
@@ -325,6 +326,17 @@ void Engine::Loop::start_step() {
     start_running();
   }
   if (!refused.empty()) stop(Status::kFailed, -1, std::move(refused));
+}
+
+// With caller_mutex_. A step that ends early has torn what it found in place: the one behind it loads all.
+void Engine::Loop::list_loads() {
+  loads_.clear();
+  if (invalidated_ || !residents_valid_) {
+    for (const std::int32_t v : schedule_.residents) {
+      if (!invalidated_ || !in_place_[v]) loads_.push_back(v);
+    }
+  }
+  invalidated_ = false;
 }
 
 void Engine::Loop::start_running() {

@@ -52,7 +52,8 @@ class Engine::Loop final : public ProgressListener {
   bool abort(double timeout);
   void set_source(std::int32_t vertex, const void* src);
   void set_target(std::int32_t vertex, void* dst);
-  void invalidate();
+  void invalidate(const std::vector<std::int32_t>& in_place);
+  bool holds_residents() const;
   EngineError last_error() const;
   StepCounters counters() const;
   std::int64_t ops_run(int device) const { return devices_.at(static_cast<std::size_t>(device))->ops_run(); }
@@ -91,6 +92,7 @@ class Engine::Loop final : public ProgressListener {
 
   // loop.cpp: the life of a step
   void start_step();
+  void list_loads();
   void start_running();
   void open_gate();
   void settle();
@@ -113,7 +115,6 @@ class Engine::Loop final : public ProgressListener {
   void make_candidate(std::int32_t v);
   bool issue();
   bool issue_loads();
-  bool issue_copies(Resource& resource);
   bool issue_kernels(Resource& resource);
   std::int32_t next_ready(Resource& resource);
   std::int32_t next_candidate(Resource& resource);
@@ -128,14 +129,23 @@ class Engine::Loop final : public ProgressListener {
   bool launch_segment(const Resource& resource, const Segment& segment, int stream, bool overtakes);
   void tell_of_launch(std::int32_t v);
   void cut_segments();
-  bool launch_next_piece(Resource& resource, std::int32_t v);
   bool launch(std::int32_t v, int stream) { return launch(v, stream, program_.bytes[v]); }
   bool launch(std::int32_t v, int stream, std::int64_t bytes);
   // Whether a copy has pieces in its lane, or behind it, and others that are still to come.
   bool partly_launched(std::int32_t v) const {
     return handed_over_[v] > 0 && handed_over_[v] < program_.bytes[v];
   }
+  void note_issued(std::int32_t v, int index);
+
+  // launch_copies.cpp
+  bool issue_copies(Resource& resource);
+  bool launch_next_piece(Resource& resource, std::int32_t v);
+  bool may_join(const Resource& resource, std::int32_t v, std::int64_t bytes) const;
+  bool launch_batch(Resource& resource, std::int32_t v);
+  Copy next_piece(std::int32_t v, std::int64_t bytes) const;
+  void count_bytes(std::int32_t v, std::int64_t bytes);
   void book_if_done(StreamState& stream);
+
   bool run_inline(Lock& lock);
   void run_inline_vertex(Resource& resource, std::int32_t v, Lock& lock);
   bool sequential() const { return options_.dispatch >= Dispatch::kFixed; }
@@ -158,7 +168,8 @@ class Engine::Loop final : public ProgressListener {
   bool gate_open_ = false;
   bool outs_told_ = false;
   bool drain_told_ = false;  // that what is in flight does not end
-  bool residents_valid_ = false;
+  bool residents_valid_ =
+      false;  // changes while active_: who finds that false, under caller_mutex_, may read it
   bool traced_ = false;
   bool barred_ = false;  // kernels that can be in no segment from the next step on
   std::vector<State> state_;
@@ -171,6 +182,7 @@ class Engine::Loop final : public ProgressListener {
   std::vector<Span> spans_;                // while tracing
   Random random_;
   std::size_t serial_next_ = 0;
+  std::vector<std::int32_t> loads_;  // residents that this step begins with loading
   std::size_t loads_issued_ = 0;
   std::int32_t loads_left_ = 0;
   std::int32_t left_ = 0;
@@ -198,6 +210,7 @@ class Engine::Loop final : public ProgressListener {
   bool ended_ = false;
   bool delivered_ = false;
   bool invalidated_ = false;
+  std::vector<bool> in_place_;  // while invalidated_: residents that need no load
   bool tracing_ = false;
   EngineError error_;
   StepCounters counters_;

@@ -59,12 +59,16 @@ void Schedule::make_resources(const Program& program, const std::vector<std::uni
       // A copy between two devices has pieces of its own, where it needs any.
       const bool peer = r == 1 + static_cast<int>(Direction::kPeer);
       resource.piece = resource.copy && !peer ? options.copy_piece : 0;
+      if (resource.copy && !synchronous) resource.batch = devices[d]->batch_limits();
+      // No copy waits for a batch longer than for a piece.
+      if (resource.piece > 0) resource.batch.all = std::min(resource.batch.all, resource.piece);
       for (int i = 0; i < resource.stream_count; ++i) {
         StreamState stream;
         stream.device = d;
         stream.stream = resource.copy ? devices[d]->compute_streams() + r - 1 : i;
         // A segment is launched one by one, too, if there is room for a kernel.
         stream.ring.resize(resource.copy ? resource.window : room + kMostKernels);
+        if (resource.batch.copies > 1) stream.batches.resize(stream.ring.size() * kMostCopies);
         streams.push_back(std::move(stream));
       }
       resources.push_back(std::move(resource));

@@ -60,12 +60,13 @@ struct StreamState {
     std::int64_t due_ns;                        // Device::expected_end of a copy
     std::int64_t ns;                            // Schedule::expected_ns of a kernel
     bool last;                                  // no piece of the vertex comes behind it
-    std::span<const std::int32_t> others = {};  // kernels that end with it, and were launched as one with it
+    std::span<const std::int32_t> others = {};  // vertices that end with it, and were launched as one with it
   };
 
   int device = 0;
   int stream = 0;
   std::vector<Entry> ring;
+  std::vector<std::int32_t> batches;  // of a copy lane: room for kMostCopies vertices of each entry
   int head = 0;
   int count = 0;
   std::int64_t queued_ns = 0;    // expected of all that is in flight
@@ -73,6 +74,11 @@ struct StreamState {
 
   const Entry& front() const { return ring[head]; }
   const Entry& entry(int i) const { return ring[(head + i) % static_cast<int>(ring.size())]; }
+  // For the vertices of the entry that is pushed next.
+  std::span<std::int32_t> next_batch() {
+    const auto next = static_cast<std::size_t>(head + count) % ring.size();
+    return std::span(batches).subspan(next * kMostCopies, kMostCopies);
+  }
   void push(const Entry& entry) {
     ring[(head + count++) % static_cast<int>(ring.size())] = entry;
     queued_ns += entry.ns;
@@ -91,9 +97,10 @@ struct Resource {
   int first_stream = 0;  // index into Schedule::streams
   int stream_count = 1;
   bool copy = false;
-  int window = 1;                   // vertices, or pieces of copies, in flight on one stream
+  int window = 1;                   // vertices, or pieces or batches of copies, in flight on one stream
   std::int64_t horizon_ns = 0;      // more kernels than that while those behind the running one are so short
   std::int64_t piece = 0;           // bytes; 0: copies are not cut
+  BatchLimits batch;                // of copies in one call
   int room = 1;                     // kernels in flight on one stream, however short
   std::vector<std::int32_t> order;  // its vertices in the order of kFixed
   std::vector<std::int32_t> initial;  // ready when a step starts, ascending

@@ -25,6 +25,7 @@ class FakeCudart {
   // What a copy straight from one device to another does.
   enum class Peers { kNone, kRefused, kWrong, kRight };
 
+  static constexpr int kInvalidValue = 1;
   static constexpr int kInvalidHandle = 400;
   static constexpr int kAlreadyEnabled = 704;
   static constexpr int kNotReady = 600;
@@ -95,6 +96,20 @@ class FakeCudart {
     api.get_last_error = [] { return std::exchange(current_->last_error, 0); };
     api.error_string = [](int code) { return code == kLaunchFailure ? "launch failure" : "invalid handle"; };
     api.graphs = graph_api();
+    if (current_->batches == 12) {
+      api.batches.of_cuda_12 = [](void** dst, void** src, std::size_t* bytes, std::size_t count,
+                                  void* attributes, std::size_t* first, std::size_t kinds, std::size_t*,
+                                  CudaStream stream) {
+        return current_->copy_batch(dst, src, bytes, count, attributes, first, kinds, stream);
+      };
+    }
+    if (current_->batches == 13) {
+      api.batches.of_cuda_13 = [](void* const* dst, const void* const* src, const std::size_t* bytes,
+                                  std::size_t count, void* attributes, std::size_t* first, std::size_t kinds,
+                                  CudaStream stream) {
+        return current_->copy_batch(dst, src, bytes, count, attributes, first, kinds, stream);
+      };
+    }
     return api;
   }
 
@@ -181,6 +196,8 @@ class FakeCudart {
   std::set<std::pair<int, int>> reaching;  // devices, each with one whose memory it may use
   int created = 0;
   std::vector<int> copy_kinds;
+  int batches = 0;  // the version of CUDA whose batches of copies api() has; 0: none
+  std::vector<std::size_t> batch_sizes;
   int peer_copies = 0;
   std::size_t graph_bytes = 4096;     // of the device's memory, each
   bool events_reset = true;           // an event of a graph does not count as done once the graph is launched
@@ -331,6 +348,20 @@ class FakeCudart {
     if (const int code = call("cudaMemcpyAsync"); code != 0) return code;
     copy_kinds.push_back(kind);
     put(stream, {1, [=] { std::memcpy(dst, src, bytes); }, nullptr, {src, dst}});
+    return 0;
+  }
+  // The last copy first: a batch has no order.
+  int copy_batch(void* const* dst, const void* const* src, const std::size_t* bytes, std::size_t count,
+                 const void* attributes, const std::size_t* first, std::size_t kinds, CudaStream stream) {
+    if (const int code = call("cudaMemcpyBatchAsync"); code != 0) return code;
+    const bool in_stream_order = *static_cast<const int*>(attributes) == 1;
+    if (count == 0 || kinds != 1 || *first != 0 || !in_stream_order || stream == nullptr)
+      return last_error = kInvalidValue;
+    batch_sizes.push_back(count);
+    for (std::size_t i = count; i-- > 0;) {
+      if (bytes[i] == 0) return last_error = kInvalidValue;
+      put(stream, {1, [to = dst[i], from = src[i], size = bytes[i]] { std::memcpy(to, from, size); }});
+    }
     return 0;
   }
   int enable_peer(int peer) {

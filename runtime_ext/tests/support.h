@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -54,6 +55,7 @@ class PolledDevice final : public Device {
     lanes_[stream].vertices.push_back(copy.vertex);
     return ++lanes_[stream].enqueued;
   }
+  BatchLimits batch_limits() const override { return batches; }
   void wait(int stream, int other, Token token) override {
     lanes_[stream].waits.push_back({lanes_[stream].enqueued, other, token});
     ++stream_waits;
@@ -76,6 +78,7 @@ class PolledDevice final : public Device {
   std::atomic<std::int32_t> hang_at{-1};
   bool release_on_cancel = true;
   bool prompt = false;  // what may run is done at the first poll
+  BatchLimits batches;
   int stream_waits = 0;
 
  private:
@@ -142,6 +145,10 @@ class ForwardingDevice : public Device {
     return inner_->enqueue_op(stream, vertex, op);
   }
   Token enqueue_copy(int stream, const Copy& copy) override { return inner_->enqueue_copy(stream, copy); }
+  BatchLimits batch_limits() const override { return inner_->batch_limits(); }
+  Token enqueue_copies(int stream, std::span<const Copy> copies, std::int32_t& blamed) override {
+    return inner_->enqueue_copies(stream, copies, blamed);
+  }
   void wait(int stream, int other, Token token) override { inner_->wait(stream, other, token); }
   Token completed(int stream) override { return inner_->completed(stream); }
   std::int64_t expected_end(int stream) const override { return inner_->expected_end(stream); }

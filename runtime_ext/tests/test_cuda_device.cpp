@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <array>
 #include <set>
 #include <type_traits>
 #include <utility>
@@ -27,6 +28,10 @@ static_assert(cudaSuccess == 0 && cudaErrorNotReady == 600);
 static_assert(cudaStreamNonBlocking == 1 && cudaEventDisableTiming == 2 && cudaHostRegisterPortable == 1);
 static_assert(cudaHostRegisterReadOnly == 8 && cudaDevAttrHostRegisterReadOnlySupported == 113);
 static_assert(cudaMemcpyHostToDevice == 1 && cudaMemcpyDeviceToHost == 2 && cudaMemcpyDefault == 4);
+#if CUDART_VERSION >= 12080
+static_assert(cudaMemcpySrcAccessOrderStream == 1 && sizeof(cudaMemcpyAttributes) == 24);
+static_assert(offsetof(cudaMemcpyAttributes, flags) == 20 && sizeof(cudaMemLocation) == 8);
+#endif
 #endif
 
 namespace disco::testing {
@@ -41,6 +46,7 @@ struct Rig {
     for (VertexDesc& vertex : scene->vertices)
       vertex.ns =
           static_cast<std::int64_t>((static_cast<std::uint64_t>(vertex.op + 1) * 37 + seed) % 11) * 9000;
+    cudart.batches = std::array{0, 12, 13}[seed % 3];
     auto device = std::make_unique<CudaDevice>(FakeCudart::api(), options);
     launcher.targets = {device.get()};
     EngineOptions engine_options;

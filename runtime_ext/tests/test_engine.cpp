@@ -335,6 +335,62 @@ TEST(Engine, ResidentsAreLoadedFirstAndAgainWhenInvalid) {
   }
 }
 
+TEST(Engine, ResidentsInPlaceAreNotLoadedOnce) {
+  // Two residents and a kernel, which fails where that is asked for.
+  for (const int streams : {1, 2}) {
+    std::uint64_t host_values[2] = {5, 7};
+    std::uint64_t arena[2] = {0, 0};
+    class Reader final : public OpRunner {
+     public:
+      explicit Reader(const std::uint64_t* arena) : arena_(arena) {}
+      void run(std::int32_t, int, int) override {
+        seen = {arena_[0], arena_[1]};
+        if (failing) throw std::runtime_error("as asked");
+      }
+      std::vector<std::uint64_t> seen;
+      bool failing = false;
+
+     private:
+      const std::uint64_t* arena_;
+    } reader(arena);
+    Scene scene = independent(3);
+    for (int i : {0, 1}) scene.vertices[i] = {Kind::kInput, 0, -1, &arena[i], &host_values[i], 8, 0};
+    Engine engine(scene.program(), host(streams), reader, {});
+    const auto step = [&](Status expected, std::int64_t loaded) {
+      engine.begin();
+      ASSERT_EQ(engine.wait_end(kPatience), expected);
+      EXPECT_EQ(engine.counters().reload_bytes, loaded);
+    };
+    EXPECT_FALSE(engine.holds_residents());
+    // Before the first step, too: another engine has left one of them.
+    arena[1] = 70;
+    engine.invalidate({1});
+    step(Status::kDone, 8);
+    EXPECT_EQ(reader.seen, (std::vector<std::uint64_t>{5, 70}));
+    EXPECT_TRUE(engine.holds_residents());
+    engine.invalidate({0, 1});
+    EXPECT_FALSE(engine.holds_residents());
+    step(Status::kDone, 0);
+    EXPECT_TRUE(engine.holds_residents());
+    // A later list replaces an earlier one; none at all means none.
+    engine.invalidate({0, 1});
+    engine.invalidate({0});
+    step(Status::kDone, 8);
+    EXPECT_EQ(reader.seen, (std::vector<std::uint64_t>{5, 7}));
+    engine.invalidate({0, 1});
+    engine.invalidate();
+    step(Status::kDone, 16);
+    // The list was for the step that has failed.
+    engine.invalidate({0, 1});
+    reader.failing = true;
+    step(Status::kFailed, 0);
+    reader.failing = false;
+    EXPECT_FALSE(engine.holds_residents());
+    step(Status::kDone, 16);
+    EXPECT_THROW(engine.invalidate({3}), std::out_of_range);
+  }
+}
+
 TEST(Engine, CopiesAreLaunchedWhileAnOpRunsInline) {
   // 0 kernel; 1 offload after 0; 2 reload after 1; 3 kernel after 0 that does not return before both copies
   // are done.

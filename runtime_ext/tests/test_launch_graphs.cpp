@@ -28,6 +28,7 @@ namespace disco::testing::graphs {
 namespace {
 
 constexpr std::int64_t kNs = 10'000;
+constexpr std::int64_t kGraphBytes = 64 << 20;  // that graphs may take
 
 VertexDesc kernel(std::int32_t op, std::uint8_t flags = 0, std::int64_t ns = kNs) {
   VertexDesc vertex;
@@ -77,6 +78,7 @@ struct Bench {
       : cudart(1), runner(cudart) {
     CudaDeviceOptions on_device{0, compute_streams, 64, nullptr};
     on_device.graphs = true;
+    on_device.graph_bytes = kGraphBytes;
     auto device = std::make_unique<CudaDevice>(FakeCudart::api(), on_device);
     runner.device = device.get();
     runner.draws = draws;
@@ -338,16 +340,58 @@ TEST(LaunchGraphs, EveryFailingCallLeavesTheStepsRight) {
   EXPECT_GT(failed, 1);
 }
 
+// Of those that exceed it the last is given back.
 TEST(LaunchGraphs, ThoseThatTakeTooMuchMemoryAreNotMade) {
-  Bench bench(chain_of(640));
-  bench.cudart.graph_bytes = LaunchGraphs::kMostBytes / 4;
-  for (int step = 0; step < 4; ++step) {
-    ASSERT_EQ(bench.step(), Status::kDone);
-    EXPECT_EQ(bench.order(), numbers(640));
+  for (const auto& [each, kept] : {std::pair{kGraphBytes / 4, 4}, std::pair{kGraphBytes / 3, 3}}) {
+    Bench bench(chain_of(640));
+    bench.cudart.graph_bytes = static_cast<std::size_t>(each);
+    for (int step = 0; step < 5; ++step) {
+      ASSERT_EQ(bench.step(), Status::kDone);
+      EXPECT_EQ(bench.order(), numbers(640));
+    }
+    EXPECT_EQ(bench.figures().graphs, kept);
+    EXPECT_EQ(bench.figures().bytes, kept * each);
+    EXPECT_EQ(bench.launches(), kept + (10 - kept) * 64);
+    EXPECT_NE(bench.figures().refused.find("graphs "), std::string::npos);
   }
-  EXPECT_EQ(bench.figures().graphs, 5);
-  EXPECT_EQ(bench.launches(), 5 + 5 * 64);
-  EXPECT_NE(bench.figures().refused.find("graphs take"), std::string::npos);
+}
+
+// What one engine has taken, another with the same memory cannot take; when the first is gone, it can.
+TEST(LaunchGraphs, EnginesThatShareTheirMemoryTakeNoMoreTogether) {
+  FakeCudart cudart(1);
+  cudart.graph_bytes = kGraphBytes / 4;
+  Noting runner(cudart);
+  CudaDeviceOptions options;
+  options.graphs = true;
+  options.graph_bytes = kGraphBytes;
+  options.graph_memory = std::make_shared<GraphMemory>();
+  const auto engine_of = [&](int kernels) {
+    auto device = std::make_unique<CudaDevice>(FakeCudart::api(), options);
+    runner.device = device.get();
+    EngineOptions with_graphs;
+    with_graphs.graphs = true;
+    return std::make_unique<Engine>(chain_of(kernels), one(std::move(device)), runner, with_graphs);
+  };
+  const auto steps = [&](Engine& engine) {
+    for (int step = 0; step < 4; ++step) {
+      engine.begin();
+      ASSERT_EQ(engine.wait_end(kPatience), Status::kDone);
+    }
+  };
+  auto first = engine_of(192);
+  steps(*first);
+  EXPECT_EQ(first->graph_figures().graphs, 3);
+  auto second = engine_of(192);
+  steps(*second);
+  EXPECT_EQ(second->graph_figures().graphs, 1);
+  EXPECT_EQ(options.graph_memory->taken, kGraphBytes);
+  first.reset();
+  EXPECT_EQ(options.graph_memory->taken, kGraphBytes / 4);
+  second.reset();
+  EXPECT_EQ(options.graph_memory->taken, 0);
+  auto third = engine_of(192);
+  steps(*third);
+  EXPECT_EQ(third->graph_figures().graphs, 3);
 }
 
 TEST(LaunchGraphs, TracedStepsAreRunKernelByKernel) {

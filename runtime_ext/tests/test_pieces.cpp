@@ -1,6 +1,7 @@
 // Copies in pieces: their order, their bytes, and what a step that ends between two of them says.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <numeric>
 #include <string>
@@ -128,7 +129,8 @@ TEST(Pieces, TheLatencyAndTheJitterAreACopysOwn) {
    public:
     void on_progress() noexcept override {}
   } deaf;
-  std::vector<char> source(4000), target(4000);
+  std::vector<char> source(4000);
+  std::array<std::vector<char>, 2> targets = {std::vector<char>(4000), std::vector<char>(4000)};
   HostDeviceOptions options;
   options.link_bandwidth = 1e3;  // 4 s: cancelled, not waited for
   options.link_latency = 5.0;
@@ -138,6 +140,8 @@ TEST(Pieces, TheLatencyAndTheJitterAreACopysOwn) {
   std::int64_t seconds[2];
   for (HostDevice* device : {&whole, &cut}) {
     device->connect(0, ops, deaf);
+    // A copy that has begun goes on while the other device makes its own.
+    std::vector<char>& target = targets[device == &whole ? 0 : 1];
     device->enqueue_copy(lane, {0, target.data(), source.data(), 4000});
     const std::int64_t before = device->expected_end(lane);
     if (device == &whole) {

@@ -61,7 +61,10 @@ struct Circumstances {
 
   std::vector<std::unique_ptr<Device>> devices(std::uint64_t seed) const {
     auto made = hosts(scene.devices, host);
-    if (polled) made.back() = std::make_unique<PolledDevice>(host.compute_streams, seed);
+    if (!polled) return made;
+    auto last = std::make_unique<PolledDevice>(host.compute_streams, seed);
+    last->batches = {1 + static_cast<int>(seed % kMostCopies), 1000, 2000};
+    made.back() = std::move(last);
     return made;
   }
 
@@ -149,6 +152,14 @@ void abort_a_step(Engine& engine, Checker& checker, Random& random, std::uint64_
   ASSERT_TRUE(status == Status::kDone || status == Status::kAborted);
 }
 
+std::vector<std::int32_t> some_of(const std::vector<std::int32_t>& all, Random& random) {
+  std::vector<std::int32_t> some;
+  for (const std::int32_t each : all) {
+    if (random.below(2) == 0) some.push_back(each);
+  }
+  return some;
+}
+
 void run_program(std::uint64_t seed) {
   Circumstances given(seed);
   auto scene = random_scene(seed, given.scene);
@@ -156,9 +167,10 @@ void run_program(std::uint64_t seed) {
   if (given.slow_ops) disturb(checker, seed);
   checker.callers = given.callers;
   Engine engine(scene->program(), given.devices(seed), checker, given.engine);
-  std::vector<std::int32_t> kernels;
+  std::vector<std::int32_t> kernels, residents;
   for (std::int32_t v = 0; v < scene->size(); ++v) {
     if (scene->vertices[v].kind == Kind::kKernel) kernels.push_back(v);
+    if (scene->vertices[v].kind == Kind::kInput && scene->vertices[v].bytes > 0) residents.push_back(v);
   }
   for (std::uint64_t step = 0; step < 4; ++step) {
     const bool traced = !given.polled && given.random.below(4) == 0;
@@ -170,7 +182,11 @@ void run_program(std::uint64_t seed) {
       abort_a_step(engine, checker, given.random, 10 * step);
     }
     if (::testing::Test::HasFatalFailure()) return;
-    if (given.random.below(8) == 0) engine.invalidate();
+    if (engine.holds_residents() && given.random.below(4) == 0) {
+      engine.invalidate(some_of(residents, given.random));
+    } else if (given.random.below(8) == 0) {
+      engine.invalidate();
+    }
     expect_whole_step(engine, checker, 10 * step + 1, given.slice);
     if (traced && !::testing::Test::HasFatalFailure()) expect_events_fit(engine, *scene);
     if (::testing::Test::HasFatalFailure()) return;

@@ -141,6 +141,18 @@ std::string graphs_refused(const CudartApi& api, int ordinal) {
   return known.emplace(ordinal, LaunchGraphs::trial(api)).first->second;
 }
 
+// What the graphs of engines take that share an arena, and so a budget.
+std::shared_ptr<GraphMemory> graph_memory_of(int ordinal, const at::Tensor& arena) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, const void*>, std::weak_ptr<GraphMemory>> known;
+  const std::lock_guard lock(mutex);
+  std::erase_if(known, [](const auto& entry) { return entry.second.expired(); });
+  std::weak_ptr<GraphMemory>& entry = known[{ordinal, arena.const_data_ptr()}];
+  std::shared_ptr<GraphMemory> memory = entry.lock();
+  if (memory == nullptr) entry = memory = std::make_shared<GraphMemory>();
+  return memory;
+}
+
 // One GPU of an engine.
 struct Gpu {
   c10::Device where;
@@ -245,6 +257,8 @@ class CudaBackend : public Backend {
       options.streams = CudaStreams::shared(api, options.ordinal);
       if (settings.engine.graphs) options.no_graphs = graphs_refused(api, options.ordinal);
       options.graphs = settings.engine.graphs && options.no_graphs.empty();
+      options.graph_bytes = settings.graph_bytes;
+      options.graph_memory = graph_memory_of(options.ordinal, each.arena);
       for (std::size_t i = 0; i < devices.size(); ++i) {
         const c10::Device other = devices[i].device;
         if (other == each.device) continue;

@@ -12,7 +12,7 @@ namespace {
 using Setter = void (*)(Settings&, double);
 
 // Every option that Python gives, by name.
-constexpr std::array<std::pair<const char*, Setter>, 13> kOptions = {{
+constexpr std::array<std::pair<const char*, Setter>, 14> kOptions = {{
     {"dispatch",
      [](Settings& to, double v) { to.engine.dispatch = static_cast<Dispatch>(static_cast<int>(v)); }},
     {"seed", [](Settings& to, double v) { to.engine.seed = static_cast<std::uint64_t>(v); }},
@@ -28,6 +28,7 @@ constexpr std::array<std::pair<const char*, Setter>, 13> kOptions = {{
     {"link_jitter", [](Settings& to, double v) { to.host.link_jitter = v; }},
     {"link_jitter_seed",
      [](Settings& to, double v) { to.host.link_jitter_seed = static_cast<std::uint64_t>(v); }},
+    {"graph_bytes", [](Settings& to, double v) { to.graph_bytes = static_cast<std::int64_t>(v); }},
 }};
 
 template <typename Enum>

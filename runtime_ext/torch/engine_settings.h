@@ -21,6 +21,7 @@ constexpr std::int64_t kEventColumns = 8;  // vertex, device, stream, issue, sta
 struct Settings {
   EngineOptions engine;
   HostDeviceOptions host;
+  std::int64_t graph_bytes = 0;  // of each GPU, for engines with the same arena
   int compute_threads = 1;
   int host_threads = 1;  // of a device in host memory beside the run's own
 };

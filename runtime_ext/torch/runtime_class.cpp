@@ -223,7 +223,10 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     engine_->deliver(next);
   }
   bool abort(double timeout) { return engine_->abort(timeout); }
-  void invalidate() { engine_->invalidate(); }
+  void invalidate(const Ints& in_place) {
+    engine_->invalidate(std::vector<std::int32_t>(in_place.begin(), in_place.end()));
+  }
+  bool holds_residents() { return engine_->holds_residents(); }
   void set_tracing(bool on) { engine_->set_tracing(on); }
   // Status, position of the vertex, message, whether the device found it later, is lost, still drains; then
   // what had not finished: positions in flight and how many there were; pairs of a position that waits and
@@ -392,6 +395,7 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("deliver", &TorchEngine::deliver)
       .def("abort", &TorchEngine::abort)
       .def("invalidate", &TorchEngine::invalidate)
+      .def("holds_residents", &TorchEngine::holds_residents)
       .def("set_tracing", &TorchEngine::set_tracing)
       .def("last_error", &TorchEngine::last_error)
       .def("events", &TorchEngine::events)

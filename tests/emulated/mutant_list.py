@@ -11,6 +11,7 @@ _SIDE = (
     _ORDER + "test_batches_that_a_side_stream_fetches_during_the_step_before",
 )
 _CALLS = "tests/emulated/test_calls.py::"
+_BATCHED = (_CALLS + "test_small_copies_that_are_ready_together_go_in_one_call",)
 _STEADY = (_ORDER + "test_a_steady_step_takes_nothing_and_ends_within_what_the_driver_gave",)
 _GRAPH_TESTS = "tests/emulated/test_launch_graphs.py::"
 _GRAPH_STEPS = (_GRAPH_TESTS + "test_batches_at_addresses_of_their_own",)
@@ -26,6 +27,8 @@ _STREAMS = ("tests/emulated/test_engine.py::test_several_compute_streams_have_wo
 _CLASS = "runtime_ext/torch/runtime_class.cpp"
 _CUDA = "runtime_ext/torch/cuda_side.cpp"
 _DEVICE = "runtime_ext/core/cuda_device.cpp"
+_BATCH = "runtime_ext/core/copy_batch.cpp"
+_COPIES = "runtime_ext/core/launch_copies.cpp"
 _GRAPHS = "runtime_ext/core/launch_graphs.cpp"
 _SEGMENTS = "runtime_ext/core/segments.cpp"
 _PEERS = "runtime_ext/core/peer_copies.cpp"
@@ -297,6 +300,60 @@ MUTANTS = (
         'has filled it."""\n',
         _EVICTED,
         _SLOW,
+    ),
+    Mutant(
+        "event before its batch",
+        _DEVICE,
+        "  require_room(stream, 1);\n  if (!put_batch(stream, copies)) {",
+        "  require_room(stream, 1);\n  Lane& early = lanes_[stream];\n"
+        "  api_.event_record(early.events[early.slot(early.enqueued + 1)], early.stream);\n"
+        "  if (!put_batch(stream, copies)) {",
+        _BATCHED,
+        _JITTER,
+        (
+            (
+                _DEVICE,
+                "  lane.others[slot] = others;\n  mark(stream);",
+                "  lane.others[slot] = others;\n  lane.recorded[slot] = lane.events[slot];",
+            ),
+        ),
+    ),
+    Mutant(
+        "a size of a batch is another's",
+        _BATCH,
+        "bytes[count++] = static_cast<std::size_t>(copy.bytes);",
+        "bytes[count++] = static_cast<std::size_t>(std::min(copy.bytes, copies.front().bytes));",
+        _BATCHED,
+    ),
+    Mutant(
+        "an address of a batch is another's",
+        _BATCH,
+        "sources[count] = const_cast<void*>(copy.src);",
+        "sources[count] = const_cast<void*>(copies.front().src);",
+        _BATCHED,
+    ),
+    Mutant(
+        "a copy of a batch left out",
+        _BATCH,
+        "api.batches.of_cuda_13(targets.data(), sources.data(), bytes.data(), count,",
+        "api.batches.of_cuda_13(targets.data(), sources.data(), bytes.data(), count - (count > 1),",
+        _BATCHED,
+    ),
+    Mutant(
+        "batch on another stream",
+        _DEVICE,
+        "copy_batch(api_, copies, lanes_[stream].stream)",
+        "copy_batch(api_, copies, streams_->clock())",
+        _BATCHED,
+        _JITTER,
+    ),
+    Mutant(
+        "batch ends with the one before",
+        _COPIES,
+        "  stream.push({vertices[count - 1], token,",
+        "  stream.push({vertices[count - 1], token - 1,",
+        _BATCHED,
+        _JITTER,
     ),
     Mutant(
         "no wait in front of a graph",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from tests.emulated.test_engine import state_of
 
 _KERNEL_SECONDS = 1e-5
 """As the plan has it, whatever a kernel takes here: a usual time on a GPU."""
-_CALLS = ("cudaEventRecord", "cudaStreamWaitEvent", "cudaEventQuery")
+_CALLS = ("cudaEventRecord", "cudaStreamWaitEvent", "cudaEventQuery", "cudaMemcpyAsync", "cudaMemcpyBatchAsync")
+_BATCHES = int(os.environ.get("EMULATED_CUDART") or 13000) >= 12080
+"""Whether the runtime takes several copies in one call."""
 
 
 def usual(plan: MemGraph) -> MemGraph:
@@ -81,22 +84,31 @@ def kernels_of(plan: MemGraph) -> int:
     return sum(vertex.kind is VertexKind.KERNEL for vertex in plan.vertices)
 
 
+def copies_of(calls: dict[str, int]) -> int:
+    return sum(calls.get(f"copy {way}", 0) for way in ("h2d", "d2h"))
+
+
+def copy_calls(calls: dict[str, int]) -> int:
+    return sum(calls.get(f"cudaMemcpy{kind}Async", 0) for kind in ("", "Batch"))
+
+
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_a_kernel_costs_little_beside_its_launch(lookahead: int) -> None:
     """A LoRA step in the least memory. On one device the engine neither asks which is current nor sets it."""
     model, batch, plan, expected = lora_step(lookahead=lookahead, launch_graphs=False)
     calls = steady_calls(model, batch, expected)
     kernels = kernels_of(plan)
-    copies = sum(calls.get(f"copy {way}", 0) for way in ("h2d", "d2h"))
+    copies = copies_of(calls)
     told = f"{kernels} kernels, {copies} copies, {leaving(plan)} kernels before one, K = {lookahead}: " + ", ".join(
         f"{calls.get(name, 0)} {name}" for name in _CALLS
     )
     print(told)
-    records = calls["cudaEventRecord"] - copies
+    # At most one event for each call that copies.
+    records = calls["cudaEventRecord"] - copy_calls(calls)
     # Where a copy waits for a kernel it does not wait for those that are queued behind it.
-    assert records >= leaving(plan), told
+    assert records >= leaving(plan) or not _BATCHES, told
     if lookahead == 0:
-        assert records >= kernels, told
+        assert records >= kernels or not _BATCHES, told
         return
     # An event for each half of the window in time, one for each kernel that a copy waits for, and some in between.
     assert records + calls.get("cudaStreamWaitEvent", 0) <= 0.6 * kernels, told
@@ -117,3 +129,18 @@ def test_kernels_that_follow_each_other_are_launched_as_one(budget: str | None, 
     assert figures["launches"] <= kernels / share, told
     assert figures["launch_graphs"]["graphs"] == calls["cudaGraphLaunch"], told
     assert not calls.get("cudaStreamBeginCapture", 0), told
+
+
+def test_small_copies_that_are_ready_together_go_in_one_call() -> None:
+    """A LoRA step in the least memory, whose first reloads are ready when it begins. Fewer calls than copies, or where
+    the runtime takes no batches fewer events than these would have; and the same bits."""
+    model, batch, plan, expected = lora_step(launch_graphs=False)
+    calls = steady_calls(model, batch, expected)
+    copies, kernels = copies_of(calls), kernels_of(plan)
+    told = f"{kernels} kernels, {copies} copies in {copy_calls(calls)} calls: " + ", ".join(
+        f"{calls.get(name, 0)} {name}" for name in _CALLS
+    )
+    print(told)
+    assert calls.get("cudaMemcpyBatchAsync", 0) > 0 or not _BATCHES, told
+    assert copy_calls(calls) < copies or not _BATCHES, told
+    assert calls["cudaEventRecord"] < kernels + copies, told

@@ -146,6 +146,42 @@ def test_copies_from_memory_that_is_not_pinned_are_counted() -> None:
     assert device.counts()["copy h2d pageable"] == device.counts()["copy d2h pageable"] == 1
 
 
+class _Attributes(ctypes.Structure):
+    """cudaMemcpyAttributes: in stream order, without hints."""
+
+    _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
+
+
+def copy_batch(copies: list[tuple[int, int, int]], stream: int) -> int:
+    """cudaMemcpyBatchAsync of CUDA 13 for targets, sources and bytes: its code."""
+    targets, sources, sizes = zip(*copies, strict=True)
+    count, order = len(copies), _Attributes(1)
+    arrays = (ctypes.c_void_p * count)(*targets), (ctypes.c_void_p * count)(*sources), (ctypes.c_size_t * count)(*sizes)
+    about = ctypes.byref(order), ctypes.byref(ctypes.c_size_t(0)), ctypes.c_size_t(1)
+    code: int = RUNTIME.cudaMemcpyBatchAsync(*arrays, ctypes.c_size_t(count), *about, ctypes.c_void_p(stream))
+    return code
+
+
+def test_a_batch_of_copies_has_the_bits_of_all_and_no_order() -> None:
+    here, there, side = pinned(), torch.zeros(N, dtype=torch.int64, device=CUDA), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    part = N // 4 * 8
+    copies = [(there.data_ptr() + i * part, here.data_ptr() + i * part, part) for i in range(4)]
+    assert copy_batch(copies, side.cuda_stream) == 0
+    assert device.counts()["cudaMemcpyBatchAsync"] == 1 and device.counts()["copy h2d"] == 4
+    with device.expect_complaints("RACE: "):
+        there.sum()
+    side.synchronize()
+    assert torch.equal(there.cpu(), here)
+    # The third reads what the first writes.
+    with device.expect_complaints("its copies depend on each other"):
+        assert copy_batch([*copies[:2], (here.data_ptr() + 3 * part, there.data_ptr(), part)], side.cuda_stream) != 0
+    with device.expect_complaints("a copy has no bytes"):
+        assert copy_batch([(there.data_ptr(), here.data_ptr(), 0)], side.cuda_stream) != 0
+    # The legacy stream takes none.
+    assert copy_batch(copies, 0) != 0
+
+
 def test_a_copy_in_the_wrong_direction_is_told() -> None:
     there, here = torch.empty(8, device=CUDA), torch.zeros(8).pin_memory()
     host_to_device, device_to_host = 1, 2

@@ -35,7 +35,7 @@ def compiles(folders: Sequence[Path], tmp_path: Path) -> bool:
     source = tmp_path / "asks.cpp"
     source.write_text(f"#include <{RUNTIME}>\n")
     command = ["c++", "-fsyntax-only", *(f"-I{folder}" for folder in folders), str(source)]
-    return subprocess.run(command, capture_output=True, timeout=100).returncode == 0
+    return subprocess.run(command, capture_output=True, timeout=600).returncode == 0
 
 
 def test_pytorchs_own_wheels_are_enough(tmp_path: Path) -> None:
@@ -143,5 +143,5 @@ def test_the_shim_compiles(way: str, tmp_path: Path) -> None:
         pytest.skip(ignored)
     paths = [f"-I{path}" for path in include_paths()]
     command = ["c++", "-fsyntax-only", *extension.cuda_flags(folders), *paths, str(SHIM)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]

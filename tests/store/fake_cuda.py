@@ -96,7 +96,7 @@ class Program:
 
     def end(self) -> tuple[str, str]:
         """The rest of what it printed, on both streams."""
-        return self.process.communicate(timeout=60)
+        return self.process.communicate(timeout=600)
 
 
 @contextmanager

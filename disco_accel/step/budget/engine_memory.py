@@ -59,10 +59,15 @@ class EngineMemory:
         """Whether a step is in its forward or its backward, or between them."""
         return self._active is not None and self._active() is not None
 
+    @property
+    def in_own_process(self) -> bool:
+        """Whether this process is none that was forked after the engine had started."""
+        return self._engine_process in (None, os.getpid())
+
     def require_own_process(self) -> None:
         """Raises ExecutionError in a process that was forked after the engine had started."""
         # Before any lock is taken: a thread that held it may not exist here.
-        if self._engine_process not in (None, os.getpid()):
+        if not self.in_own_process:
             raise ExecutionError(
                 f"this model's engine runs in process {self._engine_process}, from which this process was forked; "
                 "call restore(model) to use the model here, or start workers with 'spawn'"

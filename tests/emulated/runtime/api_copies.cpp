@@ -1,13 +1,19 @@
 // Copies. Those between pinned memory and a device say when the host touches the memory meanwhile.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <optional>
+#include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
+#include "batches.h"
 #include "calls.h"
 #include "device_memory.h"
 #include "host_memory.h"
@@ -171,6 +177,46 @@ cudaError_t enqueue(void* to, const void* from, std::size_t bytes, cudaMemcpyKin
   return cudaSuccess;
 }
 
+bool overlap(const void* first, std::size_t first_bytes, const void* second, std::size_t second_bytes) {
+  const auto a = reinterpret_cast<std::uintptr_t>(first), b = reinterpret_cast<std::uintptr_t>(second);
+  return a < b + second_bytes && b < a + first_bytes;
+}
+
+// Whether one of two copies of a batch, which has no order, writes what the other reads or writes.
+bool any_depends(const Batch& batch) {
+  for (std::size_t i = 0; i < batch.count; ++i) {
+    for (std::size_t j = 0; j < batch.count; ++j) {
+      if (i == j) continue;
+      if (overlap(batch.to[i], batch.bytes[i], batch.to[j], batch.bytes[j]) ||
+          overlap(batch.to[i], batch.bytes[i], batch.from[j], batch.bytes[j]))
+        return true;
+    }
+  }
+  return false;
+}
+
+// What the real function refuses.
+const char* fault_of(const Batch& batch) {
+#if CUDART_VERSION >= 12080
+  static_assert(sizeof(cudaMemcpyAttributes) == 24);
+  const auto* attributes = static_cast<const cudaMemcpyAttributes*>(batch.attributes);
+  if (batch.kinds != 1 || attributes->srcAccessOrder != cudaMemcpySrcAccessOrderStream ||
+      attributes->flags != 0)
+    return "other attributes than one for all, in stream order, are not emulated";
+#endif
+  if (batch.count == 0 || *batch.first != 0) return "its attributes are for no copy, or not for the first";
+  if (std::find(batch.bytes, batch.bytes + batch.count, 0U) != batch.bytes + batch.count)
+    return "a copy has no bytes";
+  return any_depends(batch) ? "its copies depend on each other, and they have no order" : nullptr;
+}
+
+#if CUDART_VERSION >= 13000
+static_assert(
+    std::is_same_v<decltype(&cudaMemcpyBatchAsync),
+                   cudaError_t (*)(void* const*, const void* const*, const std::size_t*, std::size_t,
+                                   cudaMemcpyAttributes*, std::size_t*, std::size_t, cudaStream_t)>);
+#endif
+
 cudaError_t finish() {
   streams().find(nullptr)->synchronize();
   RETURN_IF_FAULTED();
@@ -179,10 +225,40 @@ cudaError_t finish() {
 
 }  // namespace
 
+namespace emulated {
+
+// One piece of work for each copy, in an order of its own.
+int put_batch(const Batch& batch, void* handle) {
+  need_context();
+  RETURN_IF_FAULTED();
+  journal().count("cudaMemcpyBatchAsync");
+  const auto stream = static_cast<cudaStream_t>(handle);
+  if (settings().cudart < 12080) return answer(cudaErrorNotSupported);
+  if (stream == nullptr || stream == cudaStreamLegacy || streams().find(stream) == nullptr)
+    return answer(cudaErrorInvalidResourceHandle);
+  if (const cudaError_t error = streams().find(stream)->refuse_in_capture()) return answer(error);
+  if (const char* fault = fault_of(batch)) {
+    journal().complain(std::string("cudaMemcpyBatch: ") + fault);
+    return answer(cudaErrorInvalidValue);
+  }
+  static std::atomic<std::uint64_t> batches{0};
+  std::vector<std::size_t> order(batch.count);
+  std::iota(order.begin(), order.end(), 0U);
+  std::shuffle(order.begin(), order.end(), std::mt19937_64(settings().seed * 1000003 + ++batches));
+  for (const std::size_t i : order) {
+    const cudaError_t error = enqueue(batch.to[i], batch.from[i], batch.bytes[i], cudaMemcpyDefault, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace emulated
+
 extern "C" {
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
+  journal().count("cudaMemcpyAsync");
   return enqueue(to, from, bytes, kind, stream);
 }
 

@@ -108,7 +108,7 @@ cudaError_t cudaDriverGetVersion(int* version) {
 }
 
 cudaError_t cudaRuntimeGetVersion(int* version) {
-  *version = kVersion;
+  *version = settings().cudart;
   return cudaSuccess;
 }
 

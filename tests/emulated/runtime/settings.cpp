@@ -28,6 +28,7 @@ const Settings& settings() {
       .seed = static_cast<std::uint64_t>(number("EMULATED_SEED", 0)),
       .link_gb_s = number("EMULATED_LINK_GB_S", 0),
       .peers = peers(),
+      .cudart = static_cast<int>(number("EMULATED_CUDART", 13000)),
       .log = number("EMULATED_LOG", 0) != 0,
       .backtrace = number("EMULATED_BACKTRACE", 0) != 0,
   };

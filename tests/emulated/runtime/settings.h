@@ -17,6 +17,7 @@ struct Settings {
   std::uint64_t seed;        // EMULATED_SEED
   double link_gb_s;          // EMULATED_LINK_GB_S, each direction; 0: as fast as memory
   Peers peers;               // EMULATED_PEERS: none, wrong; unset: right
+  int cudart;                // EMULATED_CUDART: what cudaRuntimeGetVersion says; unset: 13000
   bool log;                  // EMULATED_LOG: every piece of work, on stderr
   bool backtrace;            // EMULATED_BACKTRACE: complaints say from where
 };
