@@ -86,6 +86,15 @@ def write_atomically(path: str | os.PathLike[str], data: bytes, mode: int = 0o64
         raise
 
 
+def flush_to_disk(path: str | os.PathLike[str]) -> None:
+    """Return once the file or folder ``path`` is as it is now after a crash, too."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def taskgraph_from_json(data: object, names: IdNames | None = None) -> TaskGraph:
     """Build the TaskGraph that ``data`` (parsed JSON) describes. Raises GraphFileError."""
     return taskgraph_from_object(_header(data, "taskgraph"), names)

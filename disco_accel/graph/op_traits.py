@@ -37,6 +37,8 @@ class _OpTraits:
     """An element is computed from the same elements of the inputs: a plan may let the result replace any of them."""
     fuses: bool = False
     """A result's element is computed from single elements of the inputs: kernels of such ops may become one."""
+    function: bool = False
+    """Its results have no one right rounding: those of two ways to compute it differ in last bits."""
     row_by_row: bool = False
     """The same along a last dimension of stride 1: a row is read to its end before it is written."""
     same_calls: Mapping[str, tuple[str, str]] = field(default_factory=lambda: MappingProxyType({}))
@@ -85,14 +87,7 @@ _CUDNN_ATTENTION = (
 
 def _rows() -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and traits, from one row or several."""
-    # tests/capture/test_inplace.py runs every op that is overwritable over its own input.
-    yield from _all(
-        "add sub mul div neg pow exp rsqrt reciprocal cos sin where masked_fill silu silu_backward gelu gelu_backward "
-        "tanh tanh_backward sigmoid sigmoid_backward",
-        pointwise=True,
-        fuses=True,
-    )
-    yield from _all("_to_copy clone cat slice_backward constant_pad_nd", fuses=True)
+    yield from _fusing_rows()
     yield from _all("_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data", row_by_row=True)
     # ATen wraps the number of a Scalar overload and calls the Tensor one, or the other way round.
     for base in ("add", "sub", "mul", "div"):
@@ -143,6 +138,21 @@ def _rows() -> Iterator[tuple[str, dict[str, Any]]]:
         "aten::mkldnn_rnn_layer",
         {"undefined_hint": "torch.backends.mkldnn.set_flags(False) before training lets an LSTM be planned"},
     )
+
+
+def _fusing_rows() -> Iterator[tuple[str, dict[str, Any]]]:
+    # tests/capture/test_inplace.py runs every op that is overwritable over its own input.
+    yield from _all(
+        "add sub mul div neg pow exp rsqrt reciprocal cos sin where masked_fill silu silu_backward gelu gelu_backward "
+        "tanh tanh_backward sigmoid sigmoid_backward",
+        pointwise=True,
+        fuses=True,
+    )
+    yield from _all(
+        "pow exp rsqrt cos sin silu silu_backward gelu gelu_backward tanh tanh_backward sigmoid sigmoid_backward",
+        function=True,
+    )
+    yield from _all("_to_copy clone cat slice_backward constant_pad_nd", fuses=True)
 
 
 def _all(names: str, **traits: Any) -> Iterator[tuple[str, dict[str, Any]]]:

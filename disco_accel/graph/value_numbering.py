@@ -14,7 +14,7 @@ from disco_accel.graph.check import after_gate, dependencies
 from disco_accel.graph.copies import copies_bytes
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import OpCall, Ref, TaskGraph, Vertex, VertexKind, tensor_args
-from disco_accel.graph.values import is_handed_out, never_changes, overwrites
+from disco_accel.graph.values import is_foreign, is_handed_out, never_changes, overwrites
 
 _PACKED = ("int8", "uint8", "int16", "uint16", "int32", "uint32")
 """Elements of packed weights; those of float8 and float4 begin with that name."""
@@ -59,13 +59,14 @@ class _Numbering:
     def run(self) -> _Numbering:
         """Number all vertices, which are in a topological order."""
         by_id = {vertex.id: vertex for vertex in self.graph.vertices}
+        changed = _changed_where_they_lie(self.graph, by_id)
         for vertex in self.graph.vertices:
             call = self.graph.ops.get(vertex.id)
             key: object = vertex.id
             # A value that the user gets, or that outlives the step, has to be written over each time.
             ours = all(
                 by_id[made].kind is VertexKind.KERNEL and not is_handed_out(by_id[made]) for made in _over(vertex)
-            )
+            ) and changed.isdisjoint(producer for producer, _ in vertex.inputs)
             if call is not None and ours and _repeatable(vertex, call) and self._is_pure(vertex, call):
                 self.repeatable.add(vertex.id)
                 key = self._key(vertex, call)
@@ -104,6 +105,13 @@ class _Numbering:
             vertex.inputs[arg.input][0] in inputs and _is_packed(arg.spec.dtype) for arg in tensor_args(call.args)
         )
         self.constants[vertex.id] = _Constant(inputs, packed)
+
+
+def _changed_where_they_lie(graph: TaskGraph, by_id: Mapping[int, Vertex]) -> set[int]:
+    """Foreign inputs of kernels that have no results and write over none of the plan's own values. Such a kernel writes
+    to the memory of one of these inputs: two kernels that read it may find other values."""
+    writers = (by_id[id_] for id_, call in graph.ops.items() if not any(call.results) and not by_id[id_].inplace)
+    return {producer for vertex in writers for producer, _ in vertex.inputs if is_foreign(by_id[producer])}
 
 
 def _repeatable(vertex: Vertex, call: OpCall) -> bool:

@@ -24,7 +24,7 @@ from disco_accel.graph.graph_json import memgraph_to_object, taskgraph_to_object
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.spaces import ROUTE_OF
 from disco_accel.graph.strict_json import parse_json
-from disco_accel.graph.taskgraph import OpCall, RngSite, TaskGraph
+from disco_accel.graph.taskgraph import OpCall, OpResult, RngSite, TaskGraph, TensorSpec
 from disco_accel.graph.value_numbering import graph_of_plan
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.keep_or_recompute import decide
@@ -35,6 +35,9 @@ from disco_accel.threads import start_thread
 
 _LOWEST = 19
 """The lowest priority, as ``nice`` counts them."""
+
+_RESULTS = {False: (), True: (OpResult(0, TensorSpec("uint8", (), ())),)}
+"""In the place of a call's results, which the number of the call tells apart."""
 
 _PROGRAM = "import sys; sys.path[:0] = sys.argv[1:]; from disco_accel.plan.planning_process import main; main()"
 
@@ -148,21 +151,21 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _calls_to_list(graph: TaskGraph) -> list[list[Any]]:
-    """All that tells which kernels compute the same values: of each call the name, a number that equal ones share, and
-    the random numbers that it draws."""
+    """The calls, as far as they tell which kernels compute the same values: the name, a number that equal ones share,
+    the random numbers that it draws, and whether it has results. A call that changes memory of others has none."""
     numbers: dict[str, int] = {}
     calls: list[list[Any]] = []
     for vertex, call in graph.ops.items():
         text = repr((call.overload, call.args, call.results, call.body))
         rng = None if call.rng is None else [call.rng.slot, call.rng.replay]
-        calls.append([vertex, call.name, numbers.setdefault(text, len(numbers)), rng])
+        calls.append([vertex, call.name, numbers.setdefault(text, len(numbers)), rng, any(call.results)])
     return calls
 
 
 def _calls(data: list[list[Any]]) -> dict[int, OpCall]:
     return {
-        vertex: OpCall(name, str(number), (), (), rng=None if rng is None else RngSite(*rng))
-        for vertex, name, number, rng in data
+        vertex: OpCall(name, str(number), (), _RESULTS[results], rng=None if rng is None else RngSite(*rng))
+        for vertex, name, number, rng, results in data
     }
 
 

@@ -188,8 +188,10 @@ class Slices {
 // Pieces get addresses; a piece has one or more parts, each with bytes and spans of its own.
 class Packer {
  public:
-  Packer(std::int32_t pieces, const std::int64_t* first, const Bytes* bytes, const Spans* spans)
-      : first_(first, first + pieces + 1),
+  Packer(std::int32_t pieces, const std::int64_t* first, const Bytes* bytes, const Spans* spans,
+         const std::int64_t* fixed)
+      : fixed_(fixed, fixed + pieces),
+        first_(first, first + pieces + 1),
         bytes_(bytes, bytes + first_[pieces]),
         spans_(spans, spans + first_[pieces]),
         highs_(pieces),
@@ -201,22 +203,19 @@ class Packer {
     }
   }
 
-  // Gives each piece an address, in this order; returns the bytes taken.
+  // Gives each piece an address, those that have one first and the others in this order; returns the bytes
+  // taken.
   std::int64_t pack(const std::vector<std::int32_t>& order) {
     taken_.clear();
     std::int64_t top = 0;
+    for (std::size_t piece = 0; piece < fixed_.size(); ++piece) {
+      if (fixed_[piece] >= 0) top = std::max(top, place(static_cast<std::int32_t>(piece), fixed_[piece]));
+    }
     for (const std::int32_t piece : order) {
+      if (fixed_[piece] >= 0) continue;
       const std::int64_t begin = first_[piece], end = first_[piece + 1];
-      const std::int64_t address = end - begin == 1 ? smallest_gap(begin) : smallest_gap_of_all(begin, end);
-      addresses_[piece] = address;
-      for (std::int64_t part = begin; part < end; ++part) {
-        const std::int64_t low = address + bytes_[part].offset;
-        // What takes no bytes is in nobody's way.
-        for (const Span& span : spans_[part]) {
-          if (!span.empty() && bytes_[part].size) taken_.add(span, {low, low + bytes_[part].size});
-        }
-      }
-      top = std::max(top, high(piece));
+      top = std::max(top,
+                     place(piece, end - begin == 1 ? smallest_gap(begin) : smallest_gap_of_all(begin, end)));
     }
     return top;
   }
@@ -230,6 +229,19 @@ class Packer {
     std::int64_t end = 0;
     for (const Spans& both : spans) end = std::max({end, both[0].end, both[1].end});
     return end;
+  }
+
+  // Returns the end of its bytes.
+  std::int64_t place(std::int32_t piece, std::int64_t address) {
+    addresses_[piece] = address;
+    for (std::int64_t part = first_[piece]; part < first_[piece + 1]; ++part) {
+      const std::int64_t low = address + bytes_[part].offset;
+      // What takes no bytes is in nobody's way.
+      for (const Span& span : spans_[part]) {
+        if (!span.empty() && bytes_[part].size) taken_.add(span, {low, low + bytes_[part].size});
+      }
+    }
+    return high(piece);
   }
 
   // What is taken at the same time as `part`, by address.
@@ -284,6 +296,7 @@ class Packer {
     return best < 0 ? top : best;
   }
 
+  std::vector<std::int64_t> fixed_;
   std::vector<std::int64_t> first_;
   std::vector<Bytes> bytes_;
   std::vector<Spans> spans_;
@@ -300,15 +313,18 @@ class Packer {
 extern "C" {
 
 // `first`: the number of each piece's first part, and of all parts. `bytes`: offset and size of each part;
-// `spans`: begin and end of two spans for each part, the second one empty if there is none. `order` is the
+// `spans`: begin and end of two spans for each part, the second one empty if there is none. `fixed`: the
+// address of a piece that has one, -1 for others; no two of these may overlap at any time. `order` is the
 // first to be tried, and receives the one that packed best; so do `addresses`. Returns the bytes that it
 // takes, and in `tried` how many orders were tried: the first and at most `rounds` more.
 std::int64_t disco_place(std::int32_t pieces, const std::int64_t* first, const std::int64_t* bytes,
-                         const std::int64_t* spans, std::int64_t limit, std::int32_t rounds,
-                         std::int32_t* order, std::int64_t* addresses, std::int32_t* tried) {
+                         const std::int64_t* spans, const std::int64_t* fixed, std::int64_t limit,
+                         std::int32_t rounds, std::int32_t* order, std::int64_t* addresses,
+                         std::int32_t* tried) {
   static_assert(sizeof(Spans) == 4 * sizeof(std::int64_t));
   static_assert(sizeof(Bytes) == 2 * sizeof(std::int64_t));
-  Packer packer(pieces, first, reinterpret_cast<const Bytes*>(bytes), reinterpret_cast<const Spans*>(spans));
+  Packer packer(pieces, first, reinterpret_cast<const Bytes*>(bytes), reinterpret_cast<const Spans*>(spans),
+                fixed);
   std::vector<std::int32_t> now(order, order + pieces);
   std::int64_t best = INT64_MAX;
   *tried = 0;

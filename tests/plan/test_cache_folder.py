@@ -174,7 +174,7 @@ def test_a_folder_that_one_may_not_write_is_told(owner: str, plan: MemGraph, tmp
     said = context.Queue()
     child = context.Process(target=_store_as_nobody, args=(str(base), plan, said))
     child.start()
-    (line,) = said.get(timeout=60)
+    (line,) = said.get(timeout=600)
     child.join()
     assert ("Permission denied" if owner == "nobody" else "own") in line and not list(folder.iterdir())
 
@@ -195,7 +195,7 @@ def test_processes_that_make_the_folder_together_all_use_it(tmp_path: Path, plan
         children = [context.Process(target=_store_when_told, args=(str(folder), plan, start, said)) for _ in range(4)]
         for child in children:
             child.start()
-        assert [said.get(timeout=60) for _ in children] == [[]] * 4
+        assert [said.get(timeout=600) for _ in children] == [[]] * 4
         for child in children:
             child.join()
         assert {path.name for path in (folder / "plans").iterdir()} == {MARKER, f"{KEY}.json"}

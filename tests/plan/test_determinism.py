@@ -43,7 +43,7 @@ def test_the_bytes_of_a_plan_do_not_depend_on_the_hash_seed(tmp_path: Path) -> N
     for seed in ("0", "4242"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         command = [sys.executable, "-c", SCRIPT, str(tmp_path / f"{seed}.json")]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=500)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=1500)
         assert done.stdout.count("\n") == 4
         found.add(done.stdout)
     assert len(found) == 1

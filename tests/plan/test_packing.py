@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,28 @@ def test_packings_are_those_of_the_naive_packer(seed: int) -> None:
         assert not overlaps(buffers, packed.offsets)
         assert packed.height == max(a + p.size for a, p in zip(packed.offsets, buffers, strict=True)) >= limit
         assert order == random.Random(seed).sample(range(len(buffers)), len(buffers)), "what was passed is as it was"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_buffers_that_have_an_offset_keep_it(seed: int) -> None:
+    """They are there before all others, in any order and round, and the packer agrees with the naive one."""
+    free = random_buffers(seed, count=(120, 700)[seed % 2], ticks=(60, 500)[seed // 2 % 2])
+    rng = random.Random(seed)
+    limit = live_peak(free)
+    # A packing with room to spare says where some of them may lie together.
+    loose = _Packer(free).pack(rng.sample(range(len(free)), len(free)), limit, 0)
+    # A buffer of no bytes is in no buffer's way, wherever it lies.
+    some = [i for i, buffer in enumerate(free) if buffer.size]
+    fixed = set(rng.sample(some, len(some) // 4))
+    buffers = [replace(b, at=loose.offsets[i] + 64) if i in fixed else b for i, b in enumerate(free)]
+    for rounds in (0, 9):
+        order = rng.sample(range(len(buffers)), len(buffers))
+        packed, slow = (packer.pack(order, limit, rounds) for packer in (_Packer(buffers), NaivePacker(buffers)))
+        assert packed == slow
+        assert not overlaps(buffers, packed.offsets)
+        assert all(packed.offsets[i] == buffers[i].at for i in fixed)
+        assert packed.height >= max(buffers[i].at + buffers[i].size for i in fixed)
+    assert pack(buffers, limit).offsets[min(fixed)] == buffers[min(fixed)].at
 
 
 def test_rounds_bring_what_lies_too_high_down() -> None:

@@ -17,7 +17,7 @@ _MOST = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class _Solution:
     """Schedules that the judge has accepted, each with its gaps in the order of choice.
 
     ``star`` follows Beaumont's greedy without the discount, ``greedy`` is the best found; ``bound``: seconds than which
@@ -43,7 +43,7 @@ class Solution:
         }
 
 
-def solve(instance: Instance, milp_seconds: float) -> Solution:
+def solve(instance: Instance, milp_seconds: float) -> _Solution:
     """Choose and schedule, and spend up to ``milp_seconds`` on the bound."""
     star = _scheduled(instance, _fitting(instance, select(instance, discount=False)))
     best = star
@@ -60,7 +60,7 @@ def solve(instance: Instance, milp_seconds: float) -> Solution:
             best = greedy
     for answer in (star, best):
         check_schedule(instance, answer)
-    return Solution(instance, best, star, *lower_bound(instance, milp_seconds, best.period))
+    return _Solution(instance, best, star, *lower_bound(instance, milp_seconds, best.period))
 
 
 def _choices(instance: Instance) -> list[list[WeightGap]]:

@@ -14,7 +14,7 @@ from disco_accel.plan.common.free_list import FreeList
 
 
 @dataclass(slots=True)
-class HostSlots:
+class _HostSlots:
     """``slots``: of swap-outs; ``waits``: swap-out id → ids of the former users of its bytes, which must finish first;
     ``memory``: bytes that they take together."""
 
@@ -23,14 +23,14 @@ class HostSlots:
     memory: int = 0
 
 
-def assign_host_slots(vertices: tuple[Vertex, ...], graph: TaskGraph, alignment: int) -> HostSlots:
+def assign_host_slots(vertices: tuple[Vertex, ...], graph: TaskGraph, alignment: int) -> _HostSlots:
     """Return an offset for every swap-out of ``vertices`` (the plan's order): first fit in memory that grows.
 
     The bytes are free again after the last swap-in of the copy, never for a value that the step must keep. A value that
     changes over steps has a home, to which it is swapped out: it needs no offset.
     """
     homes = {version for versions in lasting_versions(graph.vertices).values() for version in versions}
-    host = HostSlots()
+    host = _HostSlots()
     free_list = FreeList(0)
     must_survive = {vertex.id for vertex in graph.vertices if is_handed_out(vertex)}
     origin = _origins(vertices)

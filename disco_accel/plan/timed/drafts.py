@@ -63,14 +63,19 @@ def draft_of(
     kept: Kept,
     *,
     cyclic: bool,
+    wished_alone: bool = False,
 ) -> Draft:
     """Return a draft within ``capacity`` bytes by device; a ``cyclic`` one ends with the buffers that it begins with.
 
-    Which buffers these are shows the middle of two steps in a row. Raises Infeasible."""
+    Which buffers these are shows the middle of two steps in a row. ``wished_alone``: they are those that should start
+    at an offset, as many as fit, and no others. Raises Infeasible."""
     rest = dict(capacity)
     for i in permanent:
         rest[requirements.swappable[i].device] -= requirements.swappable[i].block
-    if cyclic:
+    if cyclic and wished_alone:
+        wished = {i for i, buffer in enumerate(requirements.swappable) if buffer.at >= 0}
+        at_start = _that_fit(requirements, rest, wished.difference(permanent), (0, requirements.end))
+    elif cyclic:
         at_start = buffers_at_boundary(requirements, machine, rest, permanent=permanent, kept=kept)
     else:
         at_start = _first_used(requirements, rest, permanent)
@@ -144,6 +149,17 @@ def permanent_buffers(
         yield from _first_ranges(rest, blocks, left)
 
 
+def permanent_at_boundary(requirements: StepRequirements, permanent: Iterable[int]) -> Iterable[int]:
+    """Yield those of ``permanent`` that may be there when a step starts, where some buffers have an offset for that:
+    these, and those that have to stay."""
+    buffers = requirements.swappable
+    stays = {vertex.id for vertex in requirements.inputs if not may_leave(vertex)}
+    wished = any(buffer.at >= 0 for buffer in buffers)
+    for i in permanent:
+        if not wished or buffers[i].at >= 0 or buffers[i].ref[0] in stays:
+            yield i
+
+
 def _first_ranges(values: Sequence[Sequence[int]], blocks: Mapping[int, int], room: int) -> list[int]:
     """Return ranges for ``room`` bytes, of one value: a place that is not free as a whole is in the way of others."""
     for ranges in values:
@@ -192,13 +208,21 @@ def spare_bytes(draft: Draft, capacity: Mapping[int, int]) -> dict[int, Profile]
 def _first_used(requirements: StepRequirements, capacity: Mapping[int, int], permanent: Sequence[int]) -> list[int]:
     """Return the buffers that may be resident, by first use, that fit beside the bytes that are live at the start."""
     never_leave = set(permanent)
+    clean = (i for i, buffer in enumerate(requirements.swappable) if buffer.may_be_resident and i not in never_leave)
+    return _that_fit(requirements, capacity, clean, (0,))
+
+
+def _that_fit(
+    requirements: StepRequirements, capacity: Mapping[int, int], buffers: Iterable[int], positions: Iterable[int]
+) -> list[int]:
+    """Return those of ``buffers``, by first use, that fit beside the bytes that are live at all of ``positions``."""
+    pinned, unevictable = requirements.pinned_bytes, requirements.unevictable_bytes
     left = {
-        device: memory - int(requirements.pinned_bytes[device][0] + requirements.unevictable_bytes[device][0])
+        device: memory - max(int(pinned[device][at] + unevictable[device][at]) for at in positions)
         for device, memory in capacity.items()
     }
-    clean = (i for i, buffer in enumerate(requirements.swappable) if buffer.may_be_resident and i not in never_leave)
     at_start = []
-    for i in sorted(clean, key=lambda i: requirements.swappable[i].uses[0]):
+    for i in sorted(buffers, key=lambda i: (requirements.swappable[i].uses[0], i)):
         buffer = requirements.swappable[i]
         if buffer.block <= left[buffer.device]:
             left[buffer.device] -= buffer.block

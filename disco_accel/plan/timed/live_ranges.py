@@ -27,7 +27,8 @@ class LiveRange:
     ``values`` are named as in the plan, each with the ids of its readers; a tick is a place in the order of events, and
     0 the start. ``is_reload``: whether a reload takes the bytes. ``at_step_start``: the live range with which the step
     begins, if this one has to end it at the same offset. ``begin_in_value``: of a range of a value; ``joined``: another
-    range that has its place relative to this one's, since a kernel reads both.
+    range that has its place relative to this one's, since a kernel reads both. ``at``: the offset that it has before
+    the others get theirs (-1: none).
     """
 
     device: int
@@ -40,6 +41,7 @@ class LiveRange:
     at_step_start: LiveRange | None = None
     begin_in_value: int = 0
     joined: LiveRange | None = None
+    at: int = -1
 
     def anchor(self) -> LiveRange:
         """Return the one that stands for all ranges which are joined with this one."""
@@ -119,7 +121,7 @@ class LiveRanges:
                 LivePart(live.begin_in_value - first, live.block, _lifespans(live, at_end.get(id(live))))
                 for live in group
             )
-            buffers.append(LiveBuffer(tuple(parts)))
+            buffers.append(LiveBuffer(tuple(parts), group[0].at))
         packed = pack(buffers, limit, rounds)
         self.tried += packed.tried * len(buffers)
         for group, offset in zip(groups.values(), packed.offsets, strict=True):

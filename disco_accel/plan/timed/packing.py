@@ -2,7 +2,7 @@
 
 A buffer goes into the smallest gap that it fits between those that are live at the same time, or above them all (best
 fit). Time is a ring: a resident has to be at the same offset when a step starts and when it ends, so a buffer may have
-two lifespans.
+two lifespans. Buffers with given offsets come first.
 
 The order in which buffers get offsets decides how well they pack. Several orders are tried; then the buffers that came
 to lie above the memory are packed first in the next round, again and again (squeaky wheel optimization, Joslin and
@@ -38,9 +38,12 @@ class LivePart:
 
 @dataclass(frozen=True)
 class LiveBuffer:
-    """Bytes that get one offset: one part, or several, each live on its own (the ranges of a value)."""
+    """Bytes that get one offset: one part, or several, each live on its own (the ranges of a value).
+
+    ``at``: the offset of one that has it before packing begins (-1: none). No two of these may overlap."""
 
     parts: tuple[LivePart, ...]
+    at: int = -1
 
     @functools.cached_property
     def size(self) -> int:
@@ -170,6 +173,7 @@ class _Packer:
         self._first = np.cumsum([0, *(len(buffer.parts) for buffer in buffers)], dtype=np.int64)
         """The number of each buffer's first part, and of all parts."""
         self._sizes = np.array([(part.offset, part.size) for part in parts], np.int64).reshape(-1, 2)
+        self._at = np.array([buffer.at for buffer in buffers], np.int64)
         self._lifespans = np.array([_two(part.lifespans) for part in parts], np.int64).reshape(-1, 4)
 
     def pack(self, order: Sequence[int], limit: int, rounds: int) -> Packed:
@@ -180,7 +184,7 @@ class _Packer:
         best_order, offsets = np.array(order, np.int32), np.zeros(len(order), np.int64)
         height = self._library.disco_place(
             ctypes.c_int32(len(order)),
-            *(ctypes.c_void_p(array.ctypes.data) for array in (self._first, self._sizes, self._lifespans)),
+            *(ctypes.c_void_p(array.ctypes.data) for array in (self._first, self._sizes, self._lifespans, self._at)),
             ctypes.c_int64(limit),
             ctypes.c_int32(rounds),
             *(ctypes.c_void_p(array.ctypes.data) for array in (best_order, offsets)),

@@ -69,6 +69,7 @@ class _Replay:
         """Go through all events."""
         for index in self.resident:
             self._open(index, self._resident(index), 0)
+            self.current[index].at = self.buffers[index].at
         first = dict(self.current)
         ticks: dict[int, int] = {-1: 0}
         for tick, (event, subject) in enumerate(self.events, start=1):

@@ -50,12 +50,14 @@ def requirements_of(
     min_gap_ratio: float | None,
     not_offloaded: Collection[int] = (),
     range_bytes: int | None = None,
+    whole: Collection[int] = (),
 ) -> StepRequirements:
     """Return the needs of ``graph``.
 
     ``min_gap_ratio``: an activation is swappable only if one of its idle gaps is at least this many times its two
     copies (None: no activation is). ``not_offloaded``: kernels whose outputs are not swappable in any case.
-    ``range_bytes``: values that never change are swapped in ranges of about so many bytes (None: as a whole). Raises
+    ``range_bytes``: values that never change, but for inputs ``whole``, are swapped in ranges of about so many bytes
+    (None: as a whole). Raises
     Infeasible for in-place writes to values that would have to be copied first. Raises PlanError for a version that is
     wanted after it has been overwritten, of a value that changes over steps.
     """
@@ -67,7 +69,7 @@ def requirements_of(
     alignments = {device.id: device.alignment for device in graph.devices}
     requirements = StepRequirements(graph, inputs, order, seconds, alignments)
     collector = _Collector(requirements, machine, min_gap_ratio, not_offloaded)
-    collector.range_bytes = range_bytes
+    collector.ranges = range_bytes, whole
     collector.collect()
     return requirements
 
@@ -112,7 +114,7 @@ class _Collector:
         self.not_offloaded = not_offloaded
         self.machine = machine
         self.min_gap_ratio = min_gap_ratio
-        self.range_bytes: int | None = None
+        self.ranges: tuple[int | None, Collection[int]] = (None, ())
         self.vertices = {vertex.id: vertex for vertex in requirements.vertices}
         self.home_uses = HomeUses.of(replace(requirements.graph, vertices=requirements.vertices))
         self.readers: dict[Ref, list[int]] = {}
@@ -204,13 +206,13 @@ class _Collector:
 
     def _ranges(self, vertex: Vertex) -> list[tuple[int, int]]:
         """Return where the ranges begin in which the input is swapped, and the bytes of each: about equally many."""
-        size = vertex.sizes[0]
-        if self.range_bytes is None or size < 2 * self.range_bytes or not never_changes(vertex):
+        size, (range_bytes, whole) = vertex.sizes[0], self.ranges
+        if range_bytes is None or vertex.id in whole or size < 2 * range_bytes or not never_changes(vertex):
             return [(0, size)]
         order = self.requirements.order
         if any(order[position].kind is not VertexKind.KERNEL for position in self.readers[vertex.id, 0]):
             return [(0, size)]
-        step = self.requirements.block(-(-size // (size // self.range_bytes)), vertex.space)
+        step = self.requirements.block(-(-size // (size // range_bytes)), vertex.space)
         return [(begin, min(step, size - begin)) for begin in range(0, size, step)]
 
     def _order_at_home(self) -> None:

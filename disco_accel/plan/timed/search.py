@@ -24,6 +24,7 @@ from disco_accel.plan.timed.drafts import (
     Draft,
     DraftOptions,
     draft_of,
+    permanent_at_boundary,
     permanent_buffers,
     seconds_if_all_resident,
 )
@@ -84,6 +85,30 @@ def build_timed(
         search.floor = 0.0
         search.run()
         search.assign_offsets()
+    search.run_in_ranges()
+    return search.result()
+
+
+def build_at_boundary(
+    graph: TaskGraph,
+    machine: Machine,
+    boundary: Mapping[int, int],
+    *,
+    good: float,
+    work: SearchWork,
+    alone: bool = True,
+) -> MemGraph:
+    """Return the fastest cyclic plan found whose step begins with no inputs but those of ``boundary``, each at its
+    offset, as many as fit. Not ``alone``: with any inputs, of which those of ``boundary`` are at their offsets; no
+    others stay for ever. The search ends with a plan that takes ``good`` seconds or less. Raises Infeasible if there is
+    none before ``work`` is over."""
+    settings = replace(TimedSettings(), low_peak_order=False)
+    search = _DraftSearch(graph, machine, True, work, settings, (), boundary=boundary)
+    search.kinds.wished_alone = alone
+    search.floor = max(search.floor, good)
+    search.queue = _DraftQueue(search.floor)
+    search.run()
+    search.assign_offsets()
     search.run_in_ranges()
     return search.result()
 
@@ -152,6 +177,7 @@ class _DraftSearch:
         not_offloaded: Collection[int],
         reserve: float = 0.0,
         any_plan: bool = False,
+        boundary: Mapping[int, int] | None = None,
     ) -> None:
         self.graph = graph
         self.settings = settings
@@ -163,7 +189,7 @@ class _DraftSearch:
             for device in graph.devices
         }
         """Bytes of ``capacity`` for drafts: all but ``reserve``, a share of the memory beside the largest kernel."""
-        self.kinds = _RequirementKinds(graph, machine, not_offloaded)
+        self.kinds = _RequirementKinds(graph, machine, not_offloaded, boundary or {})
         self.programs: dict[_Kind, Kept | None] = {}
         self.attempted: set[tuple[DraftOptions, int | None, tuple[int, ...]]] = set()
         self.drafted: list[tuple[Draft, DraftOptions]] = []
@@ -289,7 +315,15 @@ class _DraftSearch:
         self.work.add(DRAFTED, 3 * (requirements.end + _uses_of_ranges(requirements)))
         self.work.drafts += 1
         try:
-            draft = draft_of(requirements, self.machine, self.draft_capacity, permanent, kept, cyclic=self.cyclic)
+            draft = draft_of(
+                requirements,
+                self.machine,
+                self.draft_capacity,
+                permanent,
+                kept,
+                cyclic=self.cyclic,
+                wished_alone=self.kinds.wished_alone,
+            )
         except Infeasible:
             return None
         draft = replace(draft, retries=retries)
@@ -338,7 +372,8 @@ class _DraftSearch:
             if solved is None:
                 return
             kept = solved
-        permanent = tuple(permanent_buffers(requirements, self.draft_capacity, options))
+        chosen = permanent_buffers(requirements, self.draft_capacity, options)
+        permanent = tuple(permanent_at_boundary(requirements, chosen))
         # Which buffers are permanent is all that a share and the outliers decide.
         attempt = replace(options, resident_share=0.0, outliers_permanent=False), self.range_bytes, permanent
         if attempt in self.attempted:
@@ -372,11 +407,22 @@ def _spare(graph: TaskGraph, device: Space) -> int:
 class _RequirementKinds:
     """Requirements of ``graph`` by kind, each collected once, in ``made`` (None: no draft of the kind can be)."""
 
-    def __init__(self, graph: TaskGraph, machine: Machine, not_offloaded: Collection[int]) -> None:
+    def __init__(
+        self, graph: TaskGraph, machine: Machine, not_offloaded: Collection[int], boundary: Mapping[int, int]
+    ) -> None:
+        """``boundary``: offsets that inputs should have when a step starts, if they are on a device then."""
         self.graph = graph
         self.made: dict[_Kind, StepRequirements | None] = {}
+        self.wished_alone = False
+        """Whether a step begins with no inputs but those of ``boundary``."""
         self._machine = machine
         self._not_offloaded = not_offloaded
+        memory = {device.id: device.memory for device in graph.devices}
+        self._boundary = {
+            vertex.id: boundary[vertex.id]
+            for vertex in graph.vertices
+            if vertex.id in boundary and boundary[vertex.id] + vertex.sizes[0] <= memory[vertex.space]
+        }
 
     def get(self, low_peak_order: bool, ratio: float | None, range_bytes: int | None) -> StepRequirements | None:
         """Return the requirements of a kind."""
@@ -390,9 +436,15 @@ class _RequirementKinds:
         if graph is None:
             return None
         try:
-            return requirements_of(graph, self._machine, ratio, self._not_offloaded, range_bytes)
+            requirements = requirements_of(
+                graph, self._machine, ratio, self._not_offloaded, range_bytes, whole=self._boundary
+            )
         except Infeasible:
             return None
+        for buffer in requirements.swappable:
+            if buffer.may_be_resident:
+                buffer.at = self._boundary.get(buffer.ref[0], -1)
+        return requirements
 
     @cached_property
     def low_peak_graph(self) -> TaskGraph | None:

@@ -46,6 +46,7 @@ class SwappableBuffer:
     ``evictable_from``. An activation stays on the device from its ``producer`` up to before ``evictable_from``, by when
     its offload should have ended; readers in between are not among its ``uses``. ``home``: the space that has it when
     its device has not. ``begin``: where its bytes begin in the value, of which it is a range if ``is_range``.
+    ``at``: the offset that it should have if it is on the device when a step starts (-1: any).
     """
 
     ref: Ref
@@ -62,6 +63,7 @@ class SwappableBuffer:
     begin: int = 0
     is_range: bool = False
     home: int = HOST
+    at: int = -1
 
     @property
     def may_be_resident(self) -> bool:

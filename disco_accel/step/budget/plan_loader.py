@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
-from disco_accel.errors import StoreFull
+from disco_accel.errors import ExecutionError, StoreFull
 from disco_accel.execute.arenas import places_of
 from disco_accel.execute.executor import arena_bytes
 from disco_accel.native.arena import device_arena
@@ -44,7 +45,8 @@ class PlanLoader:
 
     @typed_out_of_memory("giving the step its memory")
     def make_current(self, model: torch.nn.Module, step: CompiledStep, *, check_ends_later: bool = False) -> None:
-        """Give ``step`` the arena, its residents as the host holds them now.
+        """Give ``step`` the arena, its residents as the host holds them now. Those that the plan before has left there
+        are not loaded again.
 
         All plans share one arena, because the budget holds for the model and not for each plan. ``check_ends_later``:
         the caller asks ``weights_seen.finish_check`` before results of ``step`` leave it.
@@ -61,6 +63,7 @@ class PlanLoader:
                 self._start_anew(model, step)
                 return
         self._placement.leave_written(model)
+        before = self._left_whole(step)
         self._memory.abandon_active()
         frozen = step.frozen_of(model)
         if step.moved(frozen) or step.trained_moved(model):
@@ -70,6 +73,7 @@ class PlanLoader:
         needed = {
             device.id: arena_bytes(step.plan, device.id) for device in step.plan.devices if not device.is_host_device
         }
+        self._placement.give_way()
         self._claim(step, max(needed.values()))
         if not self._arenas_do(needed):
             self._memory.unload()
@@ -80,10 +84,11 @@ class PlanLoader:
             self._memory.arenas = {device: device_arena(size, places[device]) for device, size in needed.items()}
         if step.loaded is None:
             self._memory.load(step)
-        self._start_anew(model, step)
+        # What was unloaded meanwhile has left nothing.
+        self._start_anew(model, step, before if before is self._memory.current else None)
+        self._memory.current = step
         # Products in eager mode have left workspaces on other streams and threads.
         release_workspaces(self._memory.device)
-        self._memory.current = step
 
     def make_current_again(self, model: torch.nn.Module, step: CompiledStep) -> CompiledStep:
         """As ``make_current``, for a step that runs again from its inputs: by another plan, which is returned, if the
@@ -102,6 +107,8 @@ class PlanLoader:
         GrantChanged."""
         there = max((memory.numel() for memory in self._memory.arenas.values()), default=0)
         if step.budget.outside + max(arena, there) > self._budgets.grant.total:
+            if self._memory.arenas:
+                self._budgets.plan_sets.displaced(step)
             self._memory.unload()
             there = 0
         self._budgets.grant.claim(step.budget.outside, max(arena, there))
@@ -136,9 +143,27 @@ class PlanLoader:
                 pieces["offloaded values", id(step)] = step.plan.host.memory
         self._memory.host_claims.hold(pieces)
 
-    def _start_anew(self, model: torch.nn.Module, step: CompiledStep) -> None:
-        """The next run of ``step`` loads its residents as the host holds them now; writes are watched from here on."""
+    def _left_whole(self, step: CompiledStep) -> CompiledStep | None:
+        """The step that has the arena, if it leaves weights there in which ``step`` begins; None if it has ended early
+        or waits at its gate. Waits for the residents that a forward still brings home."""
+        before = self._memory.current
+        if before is None or before is step or before.loaded is None or self._memory.runs():
+            return None
+        if not step.in_place_after(before):
+            return None
+        # Its outputs have left. What is torn is loaded, and a device that hangs is told of by whoever needs it.
+        with suppress(ExecutionError):
+            before.settle()
+        return before if before.executor.holds_residents() else None
+
+    def _start_anew(self, model: torch.nn.Module, step: CompiledStep, before: CompiledStep | None = None) -> None:
+        """The next run of ``step`` loads its residents as the host holds them now, but for those that ``before`` has
+        left in place; writes are watched from here on."""
         if self.shards is not None:
             self.shards.refresh()
-        step.executor.invalidate()
-        self.weights_seen = WatchedTensors(step.watched_of(model))
+        # Watched before the older watch is asked: between the two no write goes by.
+        seen, watch = self.weights_seen, WatchedTensors(step.watched_of(model))
+        found = [] if before is None else step.in_place_after(before)
+        worth = sum(step.clean[vertex].numel() for vertex in found) > seen.hashed_bytes
+        step.executor.invalidate(found if worth and not seen.changed() else ())
+        self.weights_seen = watch

@@ -169,7 +169,8 @@ class PlanSet:
         sample, plain = self.kinds[kind], member.plain
         # A plan with updates may be made for a part of the arena.
         budget = plain.budget.with_arena(plain.budget.arena * _arena(sample) // _arena(sample.plain))
-        planned = plan_if_it_fits(sample.captured, budget, self._settings(seconds), elsewhere)
+        settings = replace(self._settings(seconds), boundary=plain.settings_beside.boundary)
+        planned = plan_if_it_fits(sample.captured, budget, settings, elsewhere)
         if planned is None or plain.host_bytes(planned.plan) > self._host_memory:
             return
         if not isinstance(sample, StepWithUpdate) or home_by_gate(planned.plan):

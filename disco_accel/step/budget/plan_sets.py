@@ -28,6 +28,10 @@ _RECENT_STEPS = 4
 """A job wants no more memory than its last so many steps could use. Batches of two lengths in turn should not move it,
 and a job whose need has ended should not keep others waiting."""
 
+_TURNS = 16
+"""Forwards without gradients take turns with training if one displaces its arena twice within so many runs, as the
+reference of a preference loss does; an evaluation now and then does not."""
+
 _QUICK_SECONDS = 1.0
 """Of a search that a step waits for. The thorough one follows beside the steps."""
 
@@ -39,7 +43,8 @@ class PlanSets:
         """``plans``: the session's table. ``host_memory``: bytes that training may take on the host."""
         self._plans, self._grant, self._host_memory = plans, grant, host_memory
         self.largest_outside = 0
-        """Bytes outside the arena, of the step that has most there."""
+        """Bytes outside the arena, of the step that has most there; a forward in turn with training is one."""
+        self._lookups, self._displaced = 0, -_TURNS
         self._by_key: dict[Hashable, PlanSet] = {}
         self._of_captured: dict[int, tuple[Hashable, PlanSet]] = {}
         self._recent: deque[PlanSet] = deque(maxlen=_RECENT_STEPS)
@@ -50,10 +55,16 @@ class PlanSets:
         """Of all steps that are found again by their keys."""
         return list(self._by_key.values())
 
+    def knows(self, key: Hashable) -> bool:
+        """Whether there is a plan under ``key``."""
+        return key in self._by_key
+
     def keep(self, key: Hashable, step: CompiledStep, *, found_again: bool) -> None:
         """``step`` is the first plan under ``key``, by which it is ``found_again``."""
         plan_set = PlanSet(step, self._host_memory)
-        self.largest_outside = max(self.largest_outside, step.budget.outside)
+        if step.captured.gradients:
+            # Results of a forward are the user's to free before the next step: they make no plan of training smaller.
+            self.largest_outside = max(self.largest_outside, step.budget.outside)
         self._of_captured[id(step.captured)] = key, plan_set
         if found_again:
             self._by_key[key] = plan_set
@@ -94,6 +105,7 @@ class PlanSets:
 
     def plan(self, key: Hashable) -> CompiledStep | None:
         """The plan under ``key`` for the budget as it is; None if the step is not known. Raises BudgetTooSmall."""
+        self._lookups += 1
         plan_set = self._by_key.get(key)
         if plan_set is None:
             return None
@@ -105,6 +117,15 @@ class PlanSets:
                 if self._grant.max_useful > before:
                     self._wait_for_rise(plan_set)
         return self._plan_of(key, plan_set).plain
+
+    def displaced(self, step: CompiledStep) -> None:
+        """Beside ``step`` and what it has outside of its arena the arena that was there was too large. Where forwards
+        do so in turn with training, all plans leave room for their results: to make arena and engine anew takes longer
+        than to load some more weights."""
+        in_turn = self._lookups - self._displaced < _TURNS
+        self._displaced = self._lookups
+        if in_turn and not step.captured.gradients:
+            self.largest_outside = max(self.largest_outside, step.budget.outside)
 
     def fitting(self, step: CompiledStep) -> CompiledStep:
         """``step``, or where its plan takes more than the budget, the same step by another one: for a step that runs

@@ -29,6 +29,12 @@ larger than all before leaves the other steps' plans as they are."""
 _ROUNDING_SHARE = 64
 """No more than this part of the budget is set aside for it: one of less than 1.4 GiB may be exceeded by the rest."""
 
+_GRAPHS = 64 << 20
+"""Bytes. An H200 takes 46 MiB for the graphs of a step of 8 B parameters with 5394 kernels."""
+
+_GRAPHS_SHARE = 64
+"""No more than this part of the budget is set aside for them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -38,6 +44,7 @@ class Budget:
     ``others``: the most that another step with the same arena has on the device outside of it. The next are known once
     kernels have costs: ``workspaces``, those of the libraries that multiply matrices, and ``rounding``, memory that
     PyTorch's allocator takes from the driver and does not hand out. ``in_blocks``: memory comes from that allocator.
+    ``graphs``: the most that launch graphs of all plans take, where ``has_graphs``.
     """
 
     total: int
@@ -48,11 +55,21 @@ class Budget:
     workspaces: int = 0
     rounding: int = 0
     in_blocks: bool = False
+    graphs: int = 0
+    has_graphs: bool = False
 
     @classmethod
-    def of(cls, total: int, trained: Iterable[torch.Tensor], batch: Iterable[torch.Tensor], outputs: int = 0) -> Budget:
+    def of(
+        cls,
+        total: int,
+        trained: Iterable[torch.Tensor],
+        batch: Iterable[torch.Tensor],
+        outputs: int = 0,
+        *,
+        has_graphs: bool = False,
+    ) -> Budget:
         """A budget for a step that has ``trained`` parameters and ``batch`` on the device."""
-        return cls(total, _storage_bytes(trained), _storage_bytes(batch), outputs)
+        return cls(total, _storage_bytes(trained), _storage_bytes(batch), outputs, has_graphs=has_graphs)
 
     @property
     def gradients(self) -> int:
@@ -67,7 +84,7 @@ class Budget:
     @property
     def outside(self) -> int:
         """All but the arena."""
-        return self._used + self.rounding
+        return self._used + self.rounding + self.graphs
 
     @property
     def _used(self) -> int:
@@ -79,8 +96,11 @@ class Budget:
 
     def total_for(self, arena: int) -> int:
         """The smallest whole budget that leaves ``arena`` bytes."""
-        used = self._used + arena
-        return used + min(_ROUNDING, -(-(used - self.workspaces) // (_ROUNDING_SHARE - 1))) if self.rounding else used
+        used = total = self._used + arena
+        # A larger budget has larger parts: from below this ends at the smallest that is as large as its own.
+        while total < (more := used + self._rounding_of(total) + self._graphs_of(total)):
+            total = more
+        return total
 
     def split(self, workspaces: int = 0, *, in_blocks: bool = False) -> Budget:
         """The parts of ``total``, or of less where the arena is one that ``others`` leave too."""
@@ -89,9 +109,7 @@ class Budget:
             return whole
         granule = max(1, self.total // _SLACK)
         arena = self.total - -(-self.others // granule) * granule
-        # Of a smaller budget less is set aside for rounding.
-        more = max(0, self._parts(whole.outside + arena, workspaces, in_blocks).arena - arena)
-        return self._parts(min(self.total, whole.outside + arena - more), workspaces, in_blocks)
+        return self._parts(min(self.total, whole.total_for(arena)), workspaces, in_blocks)
 
     def within(self, total: int, others: int = 0) -> Budget:
         """The parts of another ``total`` for the same step, beside ``others``."""
@@ -102,9 +120,15 @@ class Budget:
         return replace(self, total=self.outside + arena)
 
     def _parts(self, total: int, workspaces: int, in_blocks: bool) -> Budget:
+        parts = replace(self, total=total, workspaces=workspaces, in_blocks=in_blocks)
+        return replace(parts, rounding=parts._rounding_of(total), graphs=parts._graphs_of(total))
+
+    def _rounding_of(self, total: int) -> int:
         # Workspaces are whole pieces.
-        rounding = min(_ROUNDING, -(-max(0, total - workspaces) // _ROUNDING_SHARE)) if in_blocks else 0
-        return replace(self, total=total, workspaces=workspaces, rounding=rounding, in_blocks=in_blocks)
+        return min(_ROUNDING, -(-max(0, total - self.workspaces) // _ROUNDING_SHARE)) if self.in_blocks else 0
+
+    def _graphs_of(self, total: int) -> int:
+        return min(_GRAPHS, total // _GRAPHS_SHARE) if self.has_graphs else 0
 
     def as_dict(self) -> dict[str, int]:
         return {
@@ -117,6 +141,7 @@ class Budget:
             "workspaces": self.workspaces,
             "outputs": self.outputs,
             "rounding": self.rounding,
+            "graphs": self.graphs,
         }
 
 
@@ -164,6 +189,7 @@ def what_it_needs(budget: Budget, arena: int, graph: TaskGraph, copies: Collecti
     """The parts of the smallest budget, which leaves ``arena`` bytes to a plan of ``graph``, and of host memory where
     weights are trained there. ``copies``: as for ``host_memory_parts``."""
     total = budget.total_for(arena)
+    needed = replace(budget, others=0).within(total)
     on_device = {
         "the plan": arena,
         "trained weights": budget.adapters,
@@ -172,7 +198,8 @@ def what_it_needs(budget: Budget, arena: int, graph: TaskGraph, copies: Collecti
         "the batch": budget.batch,
         "outputs": budget.outputs,
         "workspaces": budget.workspaces,
-        "the allocator": total - arena - budget.outside + budget.rounding,
+        "the allocator": needed.rounding,
+        "launch graphs": needed.graphs,
     }
     text = _listed(on_device)
     host = host_memory_parts(graph, copies=copies)

@@ -16,7 +16,7 @@ from disco_accel.capture.leaving_gradients import leaving_by
 from disco_accel.capture.parts import beside_weights, named_parts, settle_states
 from disco_accel.errors import CaptureError
 from disco_accel.execute.executor import EngineOptions, Executor
-from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorArg, TensorSpec, VertexKind
 from disco_accel.graph.values import host_copy_exists
@@ -26,6 +26,7 @@ from disco_accel.plan.keep_or_recompute import Recomputation
 from disco_accel.plan.plan_cache import PlanCacheUse
 from disco_accel.plan.summary import link_bytes, staying_bytes
 from disco_accel.sizes import format_size
+from disco_accel.step.compile.boundary import boundary_of, residents_of
 from disco_accel.step.compile.budget_parts import Budget, host_memory_parts
 from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings
 from disco_accel.step.optimizer_home import TrainedBytes
@@ -82,6 +83,28 @@ class CompiledStep:
         return replace(self, **(own | fields))
 
     @property
+    def settings_beside(self) -> PlannerSettings:
+        """Of plans that take turns with this one, and should begin with the same weights in the arena."""
+        return replace(self.settings, boundary=boundary_of(self.captured, self.plan))
+
+    @functools.cached_property
+    def residents(self) -> Mapping[tuple[str, int], tuple[int, Slot]]:
+        """See ``residents_of``."""
+        return residents_of(self.captured, self.plan)
+
+    def in_place_after(self, before: CompiledStep) -> list[int]:
+        """Inputs that lie, when a step of this plan begins, where ``before`` has the same weight between its steps, and
+        that both load from the same bytes."""
+        found = []
+        for weight, (vertex, slot) in self.residents.items():
+            left, place = before.residents.get(weight, (-1, None))
+            if place == slot and left in before.clean and vertex in self.clean:
+                one, other = before.clean[left], self.clean[vertex]
+                if one.data_ptr() == other.data_ptr() and one.numel() == other.numel():
+                    found.append(vertex)
+        return found
+
+    @property
     def executor(self) -> Executor:
         """The executor that ``load`` made."""
         assert self.loaded is not None
@@ -108,6 +131,8 @@ class CompiledStep:
     ) -> Executor:
         """An executor of this step's plan, or of another plan of the same graph; the caller closes it."""
         bindings = self.captured.bindings
+        if self.budget.has_graphs:
+            options = replace(options, graph_bytes=self.budget.graphs)
         return Executor(
             plan or self.plan,
             self.graph.ops,

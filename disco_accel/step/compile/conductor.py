@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.capture.traced_modules import Forward
 from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.execute.engine_options import makes_graphs
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.spaces import BETWEEN_DEVICES, TO_DEVICE, TO_HOST
@@ -29,10 +30,11 @@ from disco_accel.plan import Machine
 from disco_accel.plan.plan_cache import PlanCache
 from disco_accel.simulate.simulator import Link
 from disco_accel.sizes import format_size
+from disco_accel.step.compile.boundary import Boundary
 from disco_accel.step.compile.budget_parts import Budget, leaving_bytes, outputs_bytes, require_host_memory
 from disco_accel.step.compile.compiled_step import CompiledStep, host_bytes, shared_weights
 from disco_accel.step.compile.fitted_batch import FittedBatch
-from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings, with_fused_kernels
+from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings, at_boundary, with_fused_kernels
 from disco_accel.step.compile.planned_step import plan_in_chunks
 from disco_accel.step.compile.stages import Chunks, PlanRequest, Sharing, whole_step
 from disco_accel.step.placement.shard_memory import ShardMemory, packed_bytes
@@ -55,7 +57,7 @@ class CompileOptions:
     that a step loads, and that no attribute holds, where it loads them from fast. ``devices`` share the step, each
     with ``memory``. ``shards``: name of a weight → the dimension that is cut, if each device gets a part of it;
     ``shard_memory`` has these parts. ``chunks``: as in ``PlanRequest``. ``recompute``: as in ``decide``.
-    ``fuse``: plans may use fused kernels.
+    ``fuse``: plans may use fused kernels. ``boundary``: as in ``PlannerSettings``.
     ``check``: of the plan.
     """
 
@@ -80,6 +82,7 @@ class CompileOptions:
     fuse: bool = False
     check: PlanCheck = lambda *_: None
     others: int = 0
+    boundary: Boundary = field(default_factory=dict)
 
 
 def compile_step(
@@ -132,14 +135,16 @@ def compile_forward(
     kwargs: Mapping[str, Any],
     *,
     forward: Forward,
+    structure: Callable[[], Any],
     options: CompileOptions,
     beside: Callable[[CapturedStep], int],
-    outside: Callable[[str], bool],
+    changed: Callable[[str], bool] = lambda _: False,
 ) -> CompiledStep:
-    """As ``compile_step``, for the outputs that ``forward`` returns without gradients.
+    """As ``compile_step``, for the outputs that ``forward`` returns without gradients, each a clone.
 
-    Outputs that ``outside`` names are written to memory of the caller's, as in ``capture_forward``. ``beside``: bytes
-    of the budget that the caller needs for itself, besides the batch, that memory and a copy of each other output.
+    They are written to memory of the caller's, as in ``capture_forward``. ``structure``: asked after the capture for
+    ``CapturedStep.structure``. ``beside``: bytes of the budget that the caller needs for itself, besides the batch and
+    that memory. ``changed``: as in ``capture_forward``.
 
     Raises:
         CaptureError: an op or module cannot be captured.
@@ -153,9 +158,12 @@ def compile_forward(
         forward=forward,
         contexts=options.contexts,
         device=device,
-        outside=outside,
+        outside=lambda _: True,
+        changed=changed,
+        trained=options.trained,
         rewrite=sharing.of_one,
     )
+    captured = replace(captured, structure=structure())
     options.captured()
     outputs = sum(leaving_bytes(captured).values()) + beside(captured)
     return _compile(model, whole_step(captured, sharing), sharing, batch_tensors(kwargs), outputs, options, began)
@@ -179,11 +187,12 @@ def _compile(
     on_device = [] if options.trained.host_has_it else trainable
     # Chunks round otherwise: whether there are any must not hang by the steps before.
     others = options.others if options.chunks == 1 else 0
-    budget = replace(Budget.of(options.memory, on_device, batch.values(), outputs), others=others)
+    graphs = makes_graphs(engine)
+    budget = replace(Budget.of(options.memory, on_device, batch.values(), outputs, has_graphs=graphs), others=others)
     sharing = replace(sharing, peers=options.devices > 1 and _copies_straight(engine, options.devices))
     settings = _settings(options)
-    # Attempts are compared without fused kernels: those of the one that is taken follow.
-    plain = replace(settings, fusing=None)
+    # Attempts are compared without fused kernels, each with its own boundary: those of the one that is taken follow.
+    plain = replace(settings, fusing=None, boundary={})
     asked = PlanRequest(sharing, source, budget, plain, options.chunks, device, say=options.say)
     try:
         made = plan_in_chunks(whole, asked)
@@ -196,7 +205,8 @@ def _compile(
     if settings.fusing is not None:
         # Those of an earlier process are there at once; others are compiled beside the first steps.
         settings.fusing.use_compiled(made.planned.graph)
-    planned = with_fused_kernels(captured, made.planned, settings)
+    planned = at_boundary(captured, made.planned, settings)
+    planned = with_fused_kernels(captured, planned, settings)
     _tell(planned, options, asked.machine)
     options.gather(captured.constants.values())
     packed = _packed_bytes(model, captured, options)
@@ -257,6 +267,7 @@ def _settings(options: CompileOptions) -> PlannerSettings:
         fusing=fusing_on(options.engine.device, options.engine.compute_threads) if options.fuse else None,
         host_memory=options.host_memory,
         rounded=options.rounded,
+        boundary=options.boundary,
     )
     if options.plan_cache is None:
         return settings

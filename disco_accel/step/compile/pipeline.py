@@ -30,6 +30,7 @@ from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.summary import cut_short
 from disco_accel.simulate.simulator import simulate
 from disco_accel.sizes import MAX_SIZE, format_size
+from disco_accel.step.compile.boundary import Boundary, shared_boundary
 from disco_accel.step.compile.budget_parts import Budget, host_memory_parts, what_it_needs
 from disco_accel.verify.static import verify
 
@@ -44,7 +45,8 @@ class PlannerSettings:
     as much work as the graph is worth. ``cache``: plans of earlier runs, used again in an equal ``environment``.
     ``recompute``: as in ``decide``. ``host_memory``: bytes that training may take on the host, None for any;
     ``rounded``: bytes of the model's weights that have fp32 masters there. ``fusing``: kernels of runs, which plans may
-    use; None: plans have none."""
+    use; None: plans have none. ``boundary``: weights that another plan of the model has in the arena when a step
+    begins."""
 
     planner: str = "timed"
     policy: str = "auto"
@@ -56,6 +58,7 @@ class PlannerSettings:
     host_memory: int | None = None
     rounded: int = 0
     fusing: Fusing | None = None
+    boundary: Boundary = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,35 @@ def plan_step(
     applied = step.through(passes).passes
     recomputation = Recomputation.of(graph, planned, plan, step.offered)
     made = PlannedStep(planned, plan, budget, use, applied, seconds, work.cut, notes, graph, recomputation)
-    return with_fused_kernels(step, made, settings, elsewhere)
+    return with_fused_kernels(step, at_boundary(step, made, settings, elsewhere), settings, elsewhere)
+
+
+def at_boundary(
+    step: CapturedStep, planned: PlannedStep, settings: PlannerSettings, elsewhere: PlanningProcess | None = None
+) -> PlannedStep:
+    """``planned``, which was made of ``step``, or a plan of its graph from the boundary of ``settings``, where that is
+    about as fast. Raises VerifyError: the planner's fault."""
+    shared = shared_boundary(settings.boundary, step, planned.graph)
+    # Beside steps, which a planning process is for, the search would take the interpreter from them.
+    if shared is None or elsewhere is not None or settings.planner != "timed":
+        return planned
+    began, graph = time.perf_counter(), planned.graph
+    own = replace(settings, recompute="as-written", environment={**settings.environment, "boundary": shared.text})
+    key, room = _key(replace(step, graph=graph, offered=frozenset()), own), _room_on_host(step, settings)
+    plan = _stored(key, graph, own, room)
+    if plan is None:
+        limit = settings.plan_seconds
+        left = None if limit is None else max(0.0, limit - planned.seconds["plan"])
+        plan = shared.plan(graph, planned.plan, settings.machine or Machine(), left)
+        if plan.host.memory > room:
+            return planned
+        if plan is not planned.plan:
+            verify(graph, plan)
+        if settings.cache is not None:
+            settings.cache.store(key, plan)
+    seconds = {**planned.seconds, "plan": planned.seconds["plan"] + time.perf_counter() - began}
+    recomputation = Recomputation.of(planned.whole, graph, plan, step.offered)
+    return replace(planned, plan=plan, seconds=seconds, recomputation=recomputation)
 
 
 def with_fused_kernels(

@@ -43,7 +43,8 @@ class NaivePacker:
 
 
 def _best_fit(buffers: Sequence[LiveBuffer], order: Sequence[int]) -> tuple[int, list[int]]:
-    """Return the height and the offsets when buffers are packed in ``order``, each into its smallest gap."""
+    """Return the height and the offsets when buffers are packed in ``order``, each into its smallest gap. Those that
+    have an offset are there before all others."""
     offsets = [0] * len(buffers)
     height = 0
     # Invariant: the first ``count`` columns are the lifespans packed so far, sorted by offset. Rows: where each begins
@@ -51,12 +52,14 @@ def _best_fit(buffers: Sequence[LiveBuffer], order: Sequence[int]) -> tuple[int,
     packed = np.zeros((4, 2 * sum(len(buffer.parts) for buffer in buffers)), np.int64)
     lows, highs, begins, ends = packed
     count = 0
-    for i in order:
+    for i in sorted(order, key=lambda i: buffers[i].at < 0):
         # Offsets that would put a part over a neighbour: from ``taken[0]`` up to, not including, ``taken[1]``.
         taken = []
         # What takes no bytes is in nobody's way, and lies at the bottom.
         parts = [part for part in buffers[i].parts if part.size]
         if not parts:
+            offsets[i] = max(0, buffers[i].at)
+            height = max(height, offsets[i])
             continue
         for part in parts:
             (begin, end), *second = part.lifespans
@@ -65,7 +68,8 @@ def _best_fit(buffers: Sequence[LiveBuffer], order: Sequence[int]) -> tuple[int,
                 live |= (begins[:count] < end) & (ends[:count] > begin)
             neighbours = live.nonzero()[0]
             taken.append((lows[neighbours] - part.offset - part.size, highs[neighbours] - part.offset))
-        offset = _smallest_gap(*(np.concatenate(side) for side in zip(*taken, strict=True)), sort=len(taken) > 1)
+        sides = [np.concatenate(side) for side in zip(*taken, strict=True)]
+        offset = buffers[i].at if buffers[i].at >= 0 else _smallest_gap(*sides, sort=len(taken) > 1)
         offsets[i] = offset
         height = max(height, offset + buffers[i].size)
         for part in parts:
