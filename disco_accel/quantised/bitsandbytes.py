@@ -13,6 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,24 @@ class _Bitsandbytes(QuantLibrary):
             if name not in states and (name in shapes or _in_8_bits(stored, name)):
                 _check_unpacked_or_8bit(stored, name, shapes.get(name))
 
+    def dequantised(self, stored: Mapping[str, FileTensor]) -> dict[str, FileTensor] | None:
+        self.check_stored(stored, {})
+        found: dict[str, FileTensor] = {}
+        for name, tensor in stored.items():
+            parts = {n: t for n, t in stored.items() if n.startswith(f"{name}.")}
+            state = next((t for n, t in parts.items() if _STATE.fullmatch(n)), None)
+            scales = stored.get(f"{name.removesuffix('.weight')}.SCB")
+            if state is not None:
+                if not name.endswith(".weight"):
+                    raise _wrong(tensor, "is no layer's weight; the library dequantises those alone")
+                said = _state(state)
+                found[name] = _Dequantised(tensor, parts, getattr(torch, said["dtype"]), tuple(said["shape"]))
+            elif tensor.dtype is torch.int8 and scales is not None:
+                found[name] = _Dequantised(tensor, {scales.name: scales}, torch.float32, tensor.shape)
+            elif not _BESIDE_4BIT.fullmatch(name) and not _BESIDE_8BIT.fullmatch(name):
+                found[name] = tensor
+        return found
+
     def check_loaded(self, directory: Path, model: torch.nn.Module) -> None:
         """Check that all packed weights of a model have their scales, as many as the layer's shape says.
 
@@ -155,6 +174,50 @@ class _Bitsandbytes(QuantLibrary):
                     f"{directory}: {name} is a {type(weight).__name__} of shape {list(weight.shape)} whose scales are "
                     "missing or do not fit its layer; the checkpoint and its quantization_config are not of one form"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Dequantised:
+    """A weight of ``packed`` numbers, with the other ``parts`` by name, as the library dequantises it."""
+
+    packed: FileTensor
+    parts: Mapping[str, FileTensor]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def file(self) -> Path:
+        return self.packed.file
+
+    @property
+    def name(self) -> str:
+        return self.packed.name
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def room(self) -> int:
+        """In 8 bits a product is made of the numbers and their scales, and then a second one; in 4 bits the scales
+        are unpacked."""
+        parts = sum(tensor.nbytes for tensor in (self.packed, *self.parts.values()))
+        scales = next((t for n, t in self.parts.items() if n.endswith(".absmax")), None)
+        unpacked = self.nbytes if scales is None else 4 * math.prod(scales.shape)
+        return parts + self.nbytes + unpacked
+
+    def read(self) -> torch.Tensor:
+        from bitsandbytes import functional
+
+        numbers = self.packed.read()
+        parts = {name: tensor.read() for name, tensor in self.parts.items()}
+        if numbers.dtype is torch.int8:
+            (scales,) = parts.values()
+            eighths: torch.Tensor = functional.int8_vectorwise_dequant(numbers, scales)
+            return eighths
+        state = functional.QuantState.from_dict(parts, device=torch.device("cpu"))
+        fourths: torch.Tensor = functional.dequantize_4bit(numbers, state)
+        return fourths
 
 
 def _is_a(value: object, names: frozenset[str]) -> bool:

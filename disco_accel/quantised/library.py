@@ -25,6 +25,9 @@ class FileTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def room(self) -> int:
+        """Bytes held at most while it is read, its own among them."""
 
     def read(self) -> torch.Tensor:
         """Its values, in memory of their own. Raises ConfigError."""
@@ -79,6 +82,11 @@ class QuantLibrary:
     def check_stored(self, stored: Mapping[str, FileTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check all packed weights of a checkpoint. ``shapes``: those of the model's parameters before packing, by
         name. Raises ConfigError naming file and tensor."""
+
+    def dequantised(self, stored: Mapping[str, FileTensor]) -> dict[str, FileTensor] | None:
+        """The tensors of a checkpoint with plain weights in the places of packed ones, dequantised when they are read,
+        by the library. None: that is not known of its files. Raises ConfigError, as ``check_stored``."""
+        return None
 
     def check_loaded(self, directory: Path, model: torch.nn.Module) -> None:
         """Check that all packed weights of the model in ``directory`` have their scales. Raises ConfigError."""

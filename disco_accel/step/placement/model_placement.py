@@ -28,8 +28,9 @@ from disco_accel.step.placement.distributed import (
     include_again,
 )
 from disco_accel.step.placement.pinned_tensors import PinnedTensors
-from disco_accel.step.placement.streamed_eager import StreamedEager, visitor_of
-from disco_accel.step.placement.trained_weights import movable_weights, unwatch_updates_of
+from disco_accel.step.placement.streamed_eager import StreamedEager, own_leaves, source_of, visitor_of
+from disco_accel.step.placement.trained_weights import movable_weights, set_aside_adapters, unwatch_updates_of
+from disco_accel.step.placement.unplanned import UnplannedMemory
 from disco_accel.step.state.plain_tensors import follows_autograd, make_ordinary, move_views, plain_tensors
 
 _ARENA = "_disco_host_memory"
@@ -53,9 +54,11 @@ class Placement:
         *,
         trained_on_host: bool = False,
         sharing: FrozenSharing | None = None,
+        unplanned: UnplannedMemory | None = None,
     ) -> None:
         """``trained_on_host``: trained weights, gradients and the optimizer's state live on the host. ``sharing`` puts
-        frozen weights into memory that processes share."""
+        frozen weights into memory that processes share. ``unplanned``: the device's memory for forwards without a
+        plan; without it each weight is copied when it is read."""
         self._model, self._device = weakref.ref(model), device
         self._trained_on_host, self._sharing = trained_on_host, sharing
         if trained_on_host:
@@ -66,6 +69,7 @@ class Placement:
         """By id: each tensor that was moved, and its first device."""
         self._pinned = PinnedTensors(device)
         self._streamed: StreamedEager | None = None
+        self._unplanned = unplanned
         self._freed = 0
         """Bytes of old copies that were given up since ``give_back_freed``."""
         self._excluded = False
@@ -85,8 +89,24 @@ class Placement:
         """Around a forward of the model's own: as ``StreamedEager.visiting`` where tensors visit a device."""
         model = self._model()
         assert model is not None
-        with kept_order(model), contextlib.nullcontext() if self._streamed is None else self._streamed.visiting(model):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(kept_order(model))
+            if self._streamed is not None:
+                if self._unplanned is not None:
+                    stack.enter_context(self._unplanned.forward())
+                stack.enter_context(self._streamed.visiting(model))
             yield
+
+    def give_way(self) -> None:
+        """A plan is about to take the device's memory, in which visitors may have stayed."""
+        if self._streamed is not None and self._streamed.visits.ring is not None:
+            self._streamed.visits.ring.give_way()
+
+    def stats(self) -> dict[str, int]:
+        """Bytes on a device with memory of its own at most, in forwards without a plan."""
+        if self._streamed is None or self._unplanned is None:
+            return {}
+        return {"unplanned_peak_bytes": self._unplanned.peak}
 
     def batch(self, arguments: Any) -> Any:
         """The arguments of a forward of the model's own, on the device if all tensors in them are on the host; as they
@@ -118,7 +138,11 @@ class Placement:
             check_same(frozen_tensors(model), self._device)
         if separate:
             # Views of weights and buffers, which have gone to the host with those.
-            self._streamed = StreamedEager(model, self.visitor(), [t for t in plain if t.device != self._device])
+            visiting = [tensor for tensor in plain if tensor.device != self._device]
+            visitor = self.visitor()
+            seen = functools.partial(source_of, visitor)
+            ring = None if self._unplanned is None else self._unplanned.ring(own_leaves(model), seen)
+            self._streamed = StreamedEager(model, visitor, visiting, ring)
             model._apply = functools.partial(  # type: ignore[method-assign]
                 apply_to_trainable, model, trained_on_host=self._trained_on_host
             )
@@ -137,7 +161,7 @@ class Placement:
     def gather(self, constants: Iterable[torch.Tensor] = ()) -> None:
         """Move weights of the host's that lie outside the host arenas into one: all of them at first, later those that
         a cast such as DeepSpeed's has replaced. For a GPU also buffers, tensors in attributes, and ``constants`` of a
-        step.
+        step. Without gradients adapters that are set aside stay: a training step under way may go on with them.
 
         Raises:
             ConfigError: ZeRO stage 3 has sharded a weight; a trained one was made under ``torch.inference_mode``.
@@ -150,7 +174,8 @@ class Placement:
             if not parameter.requires_grad:
                 check_not_sharded(name, parameter)
         self.leave_written(model)
-        on_host = [*frozen_parts(model).values()]
+        aside = set() if torch.is_grad_enabled() else set_aside_adapters(model)
+        on_host = [tensor for tensor in frozen_parts(model).values() if id(tensor) not in aside]
         if self._trained_on_host:
             on_host += movable_weights(model, self.holds)
         outside_arenas = [t for t in on_host if not self.holds(t)]

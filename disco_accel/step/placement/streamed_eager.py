@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from disco_accel.capture.checkpointing import within_segments
-from disco_accel.capture.parts import rebuilt_state, states_of
+from disco_accel.capture.parts import leaves, rebuilt_state, states_of
 from disco_accel.native.file_arena import FileArena
-from disco_accel.step.placement.visitors import TABLES, Visits, restore_tables, watch_tables
+from disco_accel.step.placement.visiting_tables import restore_tables, watch_tables
+from disco_accel.step.placement.visitors import TABLES, Visits
+from disco_accel.step.placement.weight_ring import WeightRing
 from disco_accel.step.state.containers import OWN_MARK
 
+_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _SMALL = 4096
 """Bytes of a tensor that stays on the device."""
 
@@ -28,6 +35,9 @@ class StreamedEager:
     the end. Forwards are those of modules inside the model, of checkpointed segments, and ``visiting``: the model's
     own may be that of a plan, which reads weights where they are. The visit of a trained weight is differentiable: its
     gradient comes back to the host. Slower than a plan; meant for evaluation, generation and other runs without one.
+
+    With a ``WeightRing`` weights are loaded ahead into memory of bounded size. Weights that autograd saves in
+    ``visiting`` are read again from the host in the backward, and take no memory on the device until then.
     """
 
     def __init__(
@@ -35,11 +45,12 @@ class StreamedEager:
         model: torch.nn.Module,
         visit: Callable[[torch.Tensor], torch.Tensor],
         plain: Iterable[torch.Tensor] = (),
+        ring: WeightRing | None = None,
     ) -> None:
         """``visit``: the tensor as a forward needs it, or the same object where it lies right already. ``plain``:
-        tensors in attributes of modules that visit, besides parameters and buffers."""
+        tensors in attributes of modules that visit, besides parameters and buffers. ``ring``: loads them ahead."""
         self._handles: list[Any] = []
-        self.visits = Visits(visit, model, plain)
+        self.visits = Visits(visit, model, plain, ring)
         for module in model.modules():
             if module is not model and _has_tensors(module):
                 arrive, leave = (functools.partial(hook, self.visits) for hook in (_arrive, _leave))
@@ -51,7 +62,8 @@ class StreamedEager:
     @contextmanager
     def visiting(self, model: torch.nn.Module) -> Iterator[None]:
         """Around a forward of the model's own."""
-        with within_segments(self.visits.forward), self.visits.forward(model):
+        saved = contextlib.nullcontext() if self.visits.ring is None else _weights_saved_at_home(self.visits)
+        with within_segments(self.visits.forward), saved, self.visits.forward(model):
             _bring_states(self.visits, model)
             yield
 
@@ -68,15 +80,27 @@ def _has_tensors(module: torch.nn.Module) -> bool:
     return any(t is not None for t in tensors) or any(True for part in module.modules() for _ in states_of(part))
 
 
+def own_leaves(model: torch.nn.Module) -> list[list[torch.Tensor]]:
+    """Of each module of ``model``, the plain tensors of the weights and buffers that are its own."""
+    return [_own_leaves(module) for module in model.modules()]
+
+
+def _own_leaves(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The plain tensors of the weights and buffers that belong to ``module`` itself."""
+    own = (tensor for name in TABLES for tensor in vars(module)[name].values() if tensor is not None)
+    return [leaf for tensor in own for _, leaf in leaves(tensor)]
+
+
 def _arrive(visits: Visits, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     batch = visits.batch((args, kwargs))
-    visits.enter(module)
+    visits.enter(module, sys._getframe(1))
     _bring_states(visits, module)
     return batch
 
 
-def _leave(visits: Visits, module: torch.nn.Module, _arguments: Any, _output: Any) -> None:
-    visits.leave(module)
+def _leave(visits: Visits, module: torch.nn.Module, _arguments: Any, output: Any) -> None:
+    # Of a forward that has failed there is no output.
+    visits.leave(module, whole=output is not None, output=output)
 
 
 def _bring_states(visits: Visits, module: torch.nn.Module) -> None:
@@ -93,6 +117,11 @@ def visitor_of(
     return functools.partial(_on, device) if shared is None else _SharedVisitor(device, shared)
 
 
+def source_of(visitor: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """The source of a copy of ``tensor`` by ``visitor``."""
+    return visitor.seen(tensor) if isinstance(visitor, _SharedVisitor) else tensor
+
+
 class _SharedVisitor:
     """Hooks of a module that outlives its model hold this, so the method that names the arenas is held weakly."""
 
@@ -100,12 +129,16 @@ class _SharedVisitor:
         self._device, self._arenas = device, weakref.WeakMethod(arenas)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return _on(self._device, self.seen(tensor))
+
+    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The source of a copy to the device."""
         arenas = self._arenas()
         arena = next((a for a in (arenas() if arenas is not None else []) if a.holds(tensor)), None)
         if arena is not None and any(arena.differs([tensor])):
             # A copy to the device reads the pages that are page-locked, which are still the shared ones.
-            tensor = tensor.detach().clone()
-        return _on(self._device, tensor)
+            return tensor.detach().clone()
+        return tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model has weights of its own.
@@ -143,6 +176,47 @@ def saved_on_host(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda back: back()):
         yield
+
+
+def _weights_saved_at_home(visits: Visits) -> AbstractContextManager[object]:
+    """Inside, autograd saves no copies of parameters: the backward reads them again."""
+    if not torch.is_grad_enabled() or not _hooks_allowed():
+        return contextlib.nullcontext()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | _SavedWeight:
+        if is_traceable_wrapper_subclass(tensor):
+            return tensor
+        home = visits.addresses.get(tensor.untyped_storage().data_ptr())
+        # What a forward has written to a copy, the host does not have yet.
+        if not isinstance(home, torch.nn.Parameter) or home.dtype != tensor.dtype or tensor._version:
+            return tensor
+        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return _SavedWeight(visits, home, home._version, layout)
+
+    def unpack(saved: torch.Tensor | _SavedWeight) -> torch.Tensor:
+        return saved if isinstance(saved, torch.Tensor) else saved.read()
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedWeight:
+    """A part of a copy of ``home``, which had this ``version`` then."""
+
+    visits: Visits
+    home: torch.Tensor
+    version: int
+    layout: tuple[Any, Any, Any]
+
+    def read(self) -> torch.Tensor:
+        if self.home._version != self.version:
+            # As PyTorch says it of a tensor that it has saved itself.
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"weight of shape {list(self.home.shape)} is at version {self.home._version}; expected version "
+                f"{self.version} instead"
+            )
+        return self.visits.read_again(self.home).as_strided(*self.layout)
 
 
 def _away(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

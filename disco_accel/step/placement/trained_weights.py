@@ -123,3 +123,21 @@ def _ours_alone(group: list[torch.Tensor]) -> bool:
         return False
     spans = sorted((int(t.storage_offset()) * t.element_size(), footprint(t)) for t in group)
     return all(begin + size <= after for (begin, size), (after, _) in itertools.pairwise(spans))
+
+
+def set_aside_adapters(model: torch.nn.Module) -> set[int]:
+    """The ids of parameters of PEFT's adapters that a forward would leave out: they are disabled, or others are active.
+
+    PEFT freezes them meanwhile, which does not make them weights that stay as they are.
+    """
+    aside: set[int] = set()
+    layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "disable_adapters")]
+    for layer in layers:
+        active = () if layer.disable_adapters else layer.active_adapters
+        for kind in getattr(layer, "adapter_layer_names", ()):
+            by_adapter: Any = getattr(layer, kind, None)
+            if isinstance(by_adapter, torch.nn.ModuleDict | torch.nn.ParameterDict):
+                for name, held in by_adapter.items():
+                    if name not in active:
+                        aside |= {id(p) for p in (held.parameters() if isinstance(held, torch.nn.Module) else [held])}
+    return aside

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import copy
+import sys
 import threading
 import weakref
-from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 
 from disco_accel.capture.parts import rebuilt
+from disco_accel.step.placement.kept_copies import kept_copies
+from disco_accel.step.placement.weight_ring import WeightRing
 from disco_accel.step.state.forward_code import pure
 from disco_accel.step.state.plain_tensors import replaced_tensors
 
@@ -59,6 +62,19 @@ class _Visitor(torch.Tensor):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         self.home.grad = value
+
+
+class _Arrived(torch.autograd.Function):
+    """A copy that is there already, with the way back that the gradient of a copy has."""
+
+    @staticmethod
+    def forward(ctx: Any, home: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        ctx.device = home.device
+        return _DATA.__get__(copy)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0].to(ctx.device), None
 
 
 @dataclass(slots=True)
@@ -113,19 +129,36 @@ class _Scope:
     """Visitors of one forward of ``owner``, by identity and by whether gradients find back."""
 
     owner: object
+    frame: FrameType | None = None
+    """The call of the outermost forward, if nothing tells of its end when it is interrupted."""
     brought: dict[tuple[int, bool], _Brought] = field(default_factory=dict)
     swapped: list[_Swapped] = field(default_factory=list)
     taken: list[tuple[dict[str, Any], dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
     """Entries that the forward has taken out of a table: the table, its module's attributes, name, tensor."""
 
 
+def _runs(frame: FrameType) -> bool:
+    """Whether the caller was called from ``frame``, directly or not."""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None
+
+
 class Visits:
     """The visitors of one model. Each thread has its own, which live as long as the innermost forward that runs there
     when they are first read: all reads within it get the same ones."""
 
-    def __init__(self, visit: Visit, model: torch.nn.Module | None = None, plain: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        visit: Visit,
+        model: torch.nn.Module | None = None,
+        plain: Iterable[torch.Tensor] = (),
+        ring: WeightRing | None = None,
+    ) -> None:
         """``plain``: tensors that visit where attributes of modules of ``model`` hold them, as weights and buffers do
-        that are held so."""
+        that are held so. ``ring``: copies ahead, where ``visit`` copies at the read."""
+        self.ring = ring
         self.addresses: dict[int, torch.Tensor] = {}
         """Address of a visitor's storage → the tensor that it is a copy of."""
         self._visit = visit
@@ -148,7 +181,17 @@ class Visits:
         return self.bring(tensor) if self._unless_held(tensor) is None else tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model has weights of its own, and no ring.
         return type(self), (self._visit,)
+
+    @property
+    def _my_ring(self) -> WeightRing | None:
+        """The ring, if the forward that runs in this thread has it."""
+        return self.ring if self.ring is not None and self.ring.mine and not self._is_hidden else None
+
+    @property
+    def _is_hidden(self) -> bool:
+        return getattr(self._thread, "is_hidden", False)
 
     @property
     def scopes(self) -> list[_Scope]:
@@ -156,14 +199,21 @@ class Visits:
         scopes: list[_Scope] | None = getattr(self._thread, "scopes", None)
         if scopes is None:
             scopes = self._thread.scopes = []
+        elif scopes and (frame := scopes[0].frame) is not None and not _runs(frame):
+            # Ctrl-C has ended the forward past the hooks of its module.
+            self._leave_from(scopes, 0, whole=False)
         return scopes
 
-    def enter(self, owner: object) -> None:
-        """A forward of ``owner`` begins in this thread; a capture's has tensors without bytes, for which none visit."""
+    def enter(self, owner: object, frame: FrameType | None = None) -> None:
+        """A forward of ``owner`` begins in this thread; a capture's has tensors without bytes, for which none visit.
+        ``frame``: the call of it, where ``leave`` may be left out when it is interrupted."""
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return
-        self.scopes.append(_Scope(owner))
-        if len(self.scopes) == 1:
+        scopes = self.scopes
+        scopes.append(_Scope(owner, None if scopes else frame))
+        if len(scopes) == 1:
+            if self.ring is not None and not self._is_hidden:
+                self.ring.begin(owner, forward=isinstance(owner, torch.nn.Module))
             for attributes, key in self._holders:
                 if key in attributes:
                     self.swap(attributes, key, replaced_tensors(attributes[key], self._of_attribute))
@@ -181,32 +231,75 @@ class Visits:
             return arguments
         return replaced_tensors(arguments, self._visit)
 
-    def leave(self, owner: object) -> None:
-        """The innermost forward ends, if it is one of ``owner``: its writes to visitors go home."""
-        if not self.scopes or self.scopes[-1].owner is not owner:
-            return
-        scope = self.scopes[-1]
+    def leave(self, owner: object, *, whole: bool = True, output: Any = None) -> None:
+        """The innermost forward of ``owner`` ends, and those in it that were interrupted: writes to visitors go home.
+        ``whole``: no exception ends it. ``output``: what it returns."""
+        scopes = self.scopes
+        place = next((place for place in reversed(range(len(scopes))) if scopes[place].owner is owner), None)
+        if place is not None:
+            self._leave_from(scopes, place, whole=whole, output=output)
+
+    def _leave_from(self, scopes: list[_Scope], place: int, *, whole: bool, output: Any = None) -> None:
+        forward = isinstance(scopes[0].owner, torch.nn.Module)
         try:
-            for swapped in reversed(scope.swapped):
-                if swapped.attributes.get(swapped.key) is swapped.visitor:
-                    swapped.attributes[swapped.key] = swapped.home
-            for brought in scope.brought.values():
-                self._drop(brought)
-            for table, attributes, name, home in scope.taken:
-                # Put back as an attribute, which hides an entry of a table.
-                if isinstance(attributes.get(name), _Visitor) and attributes[name].home is home:
-                    del attributes[name]
-                    dict.__setitem__(table, name, home)
+            while len(scopes) > place:
+                self._leave_innermost(scopes, output)
         finally:
-            self.scopes.pop()
+            if not scopes and (ring := self._my_ring) is not None:
+                ring.end(forward=forward, whole=whole)
+
+    def _leave_innermost(self, scopes: list[_Scope], output: Any) -> None:
+        homes, kept = list[torch.Tensor](), list[Callable[[], object]]()
+        try:
+            if self._my_ring is not None and output is not None:
+                kept = kept_copies(output, self._own_addresses(scopes[-1]), self.read_again)
+            homes = self._take_off(scopes[-1])
+        finally:
+            # Nothing here refers to visitors any more, so that the ring sees who else does.
+            scopes.pop()
+            for go_home in kept:
+                go_home()
+            if (ring := self._my_ring) is not None:
+                for home in homes:
+                    ring.give_back(home)
+
+    def _own_addresses(self, scope: _Scope) -> dict[int, torch.Tensor]:
+        """Of the visitors of packed weights, some of which libraries keep beside the graph, out of autograd's sight."""
+        return {
+            leaf.address: leaf.home
+            for brought in scope.brought.values()
+            if type(brought.home) not in _PLAIN
+            for leaf in brought.leaves
+        }
+
+    def _take_off(self, scope: _Scope) -> list[torch.Tensor]:
+        """Put everything back; returns the tensors whose visitors ``scope`` had."""
+        for swapped in reversed(scope.swapped):
+            if swapped.attributes.get(swapped.key) is swapped.visitor:
+                swapped.attributes[swapped.key] = swapped.home
+        for brought in scope.brought.values():
+            self._drop(brought)
+        for table, attributes, name, home in scope.taken:
+            # Put back as an attribute, which hides an entry of a table.
+            if isinstance(attributes.get(name), _Visitor) and attributes[name].home is home:
+                del attributes[name]
+                dict.__setitem__(table, name, home)
+        return [leaf.home for brought in scope.brought.values() for leaf in brought.leaves]
 
     @contextmanager
     def forward(self, owner: object) -> Iterator[None]:
         self.enter(owner)
+        whole = False
         try:
             yield
+            whole = True
         finally:
-            self.leave(owner)
+            self.leave(owner, whole=whole)
+
+    def read_again(self, home: torch.Tensor) -> torch.Tensor:
+        """The bytes of ``home`` for a backward, without a way back for gradients."""
+        found = None if self.ring is None else self.ring.read_again(home)
+        return self._visit(home.detach()) if found is None else found
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -218,11 +311,13 @@ class Visits:
                 brought.settle()
         for swap in reversed(swapped):
             swap.attributes[swap.key] = swap.home
-        self._thread.scopes = []
+        before = self._is_hidden
+        # A forward in there, as of another kind of step, is none of those that the ring follows.
+        self._thread.scopes, self._thread.is_hidden = [], before or bool(scopes)
         try:
             yield
         finally:
-            self._thread.scopes = scopes
+            self._thread.scopes, self._thread.is_hidden = scopes, before
             for swap in swapped:
                 swap.attributes[swap.key] = swap.visitor
 
@@ -282,7 +377,7 @@ class Visits:
         return _Brought(home, visitor, leaves)
 
     def _of_leaf(self, leaf: torch.Tensor, leaves: list[_Leaf]) -> torch.Tensor:
-        visitor = self._visit(leaf)
+        visitor = self._copied(leaf)
         if visitor is leaf:
             return leaf
         if type(leaf) in _PLAIN:
@@ -292,6 +387,17 @@ class Visits:
             self.addresses[leaves[-1].address] = leaf
         return visitor
 
+    def _copied(self, leaf: torch.Tensor) -> torch.Tensor:
+        data = None
+        if (ring := self._my_ring) is not None and torch._C._functorch.peek_interpreter_stack() is None:
+            data = ring.read(leaf)
+        if data is None:
+            return self._visit(leaf)
+        arrived: torch.Tensor = data
+        if leaf.requires_grad and torch.is_grad_enabled():
+            arrived = _Arrived.apply(leaf, data)  # type: ignore[no-untyped-call]
+        return arrived
+
     def _drop(self, brought: _Brought) -> None:
         brought.settle()
         for leaf in brought.leaves:
@@ -300,95 +406,3 @@ class Visits:
 
 # Hooks lead to it, and what one has brought is no state of the model.
 pure(Visits)
-
-
-class _VisitingTable(dict[str, Any]):
-    """A module's parameters or buffers, of which forwards read visitors.
-
-    Code in C that reads it past its methods gets the entries themselves, as everything does outside of forwards.
-    """
-
-    __slots__ = ("_module", "_name", "_visits")
-
-    def __init__(self, name: str, entries: dict[str, Any], module: torch.nn.Module, visits: Visits) -> None:
-        """In the place of ``entries``, the attribute ``name`` of ``module``."""
-        super().__init__(entries)
-        self._module, self._name, self._visits = weakref.ref(module), name, visits
-
-    def _brought(self, home: Any) -> Any:
-        module = self._module()
-        # Batch normalisation in training counts no version of the statistics that it writes.
-        written = self._name == "_buffers" and module is not None and module.training
-        return self._visits.bring(home, written=written)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._brought(super().__getitem__(key))
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._brought(super().get(key, default))
-
-    def values(self) -> Any:
-        return ValuesView(self) if self._visits.scopes else super().values()
-
-    def items(self) -> Any:
-        return ItemsView(self) if self._visits.scopes else super().items()
-
-    def copy(self) -> dict[str, Any]:
-        return {key: self[key] for key in self}
-
-    def pop(self, key: str, *default: Any) -> Any:
-        if key not in self:
-            return super().pop(key, *default)
-        value = self[key]
-        del self[key]
-        return value
-
-    def __delitem__(self, key: str) -> None:
-        if self._visits.scopes and isinstance(home := dict.get(self, key), torch.Tensor):
-            self._visits.scopes[-1].taken.append((self, vars(self._module()), key, home))
-        super().__delitem__(key)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        home = self._visits.home_of(value)
-        # A parameter whose visitor is put back comes as a buffer, which is any tensor.
-        parameter = home is not value and isinstance(home, torch.nn.Parameter)
-        dict.__setitem__(vars(self._module())["_parameters"] if parameter else self, key, home)
-
-    def update(self, *others: Any, **entries: Any) -> None:
-        for key, value in dict(*others, **entries).items():
-            self[key] = value
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def __ior__(self, other: Any) -> _VisitingTable:  # type: ignore[override, misc]
-        self.update(other)
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        entries, module = copy.deepcopy(dict(dict.items(self)), memo), memo.get(id(self._module()))
-        if module is None:
-            return entries
-        # In the copy of a model hooks have a copy of the visits, too.
-        return _VisitingTable(self._name, entries, module, copy.deepcopy(self._visits, memo))
-
-    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
-        # What is saved of a model has plain tables.
-        return dict, (), None, None, iter(dict.items(self))
-
-
-def watch_tables(model: torch.nn.Module, visits: Visits) -> None:
-    """From now on forwards read visitors of the weights and buffers of ``model``."""
-    for module in model.modules():
-        for name in TABLES:
-            vars(module)[name] = _VisitingTable(name, vars(module)[name], module, visits)
-
-
-def restore_tables(model: torch.nn.Module) -> None:
-    """Undo ``watch_tables``."""
-    for attributes in [vars(module) for module in model.modules()]:
-        for name in TABLES:
-            if isinstance(attributes[name], _VisitingTable):
-                attributes[name] = dict(dict.items(attributes[name]))
