@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disco_accel.cli import bound_command, convert_command, recipe_commands, simulate_command
+from disco_accel.cli import bound_command, convert_command, merge_command, recipe_commands, simulate_command
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError, VerifyError
 from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.sizes import parse_size
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class _Command:
     """A subcommand: ``arguments`` declares its options, ``run`` does it and returns the exit status.
 
     ``arguments`` is None for a command with a parser of its own, whose ``run`` finds its words in ``options.rest``.
@@ -189,58 +189,61 @@ def _bench(options: argparse.Namespace) -> int:
     return status
 
 
-COMMANDS: tuple[Command, ...] = (
-    Command("compile", "plan a task graph within a memory budget", _compile_arguments, _compile),
-    Command(
+COMMANDS: tuple[_Command, ...] = (
+    _Command("compile", "plan a task graph within a memory budget", _compile_arguments, _compile),
+    _Command(
         "bound",
         "the seconds that no repeating plan of a task graph can beat, and why a plan takes longer",
         bound_command.bound_arguments,
         bound_command.bound,
     ),
-    Command("verify", "check that a plan is safe in any order its edges allow", _verify_arguments, _verify),
-    Command(
+    _Command("verify", "check that a plan is safe in any order its edges allow", _verify_arguments, _verify),
+    _Command(
         "convert",
         "a graph or a plan from one version of its file to the other",
         convert_command.convert_arguments,
         convert_command.convert,
     ),
-    Command(
+    _Command(
         "simulate",
         "a plan in simulated time, beside what no plan can beat",
         simulate_command.simulate_arguments,
         simulate_command.simulate,
     ),
-    Command(
+    _Command(
         "weights",
         "which layers' weights to keep away from the device, and when",
         recipe_commands.weights_arguments,
         recipe_commands.weights,
     ),
-    Command(
+    _Command(
         "plan",
         "does a recipe fit its budget, and how fast is it then",
         recipe_commands.plan_arguments,
         recipe_commands.plan,
     ),
-    Command(
+    _Command(
         "capture",
         "a recipe's training step as a task graph",
         recipe_commands.capture_arguments,
         recipe_commands.capture,
     ),
-    Command("doctor", "what this machine has, and what keeps the engine from running", _doctor_arguments, _doctor),
-    Command("launch", "run a script under accelerate and the disco_config section of --config", None, _launch),
-    Command("train", "fine-tune a model as a recipe file says", None, _train),
-    Command(
+    _Command("doctor", "what this machine has, and what keeps the engine from running", _doctor_arguments, _doctor),
+    _Command("launch", "run a script under accelerate and the disco_config section of --config", None, _launch),
+    _Command("train", "fine-tune a model as a recipe file says", None, _train),
+    _Command(
+        "merge", "an adapter into its base model, shard by shard", merge_command.merge_arguments, merge_command.merge
+    ),
+    _Command(
         "prefill", "read a recipe's prompts within a budget", recipe_commands.prefill_arguments, recipe_commands.prefill
     ),
-    Command(
+    _Command(
         "store",
         "hold tensors for all processes of this user; its figures; programs that it counts",
         store_command.store_arguments,
         store_command.store,
     ),
-    Command("bench", f"measure: {', '.join(BENCHMARKS)}", None, _bench),
+    _Command("bench", f"measure: {', '.join(BENCHMARKS)}", None, _bench),
 )
 
 

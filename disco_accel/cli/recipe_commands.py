@@ -18,6 +18,7 @@ from disco_accel.quantised.forms import PackedForm
 if TYPE_CHECKING:
     from disco_accel.config.settings import DiscoConfig
     from disco_accel.measure.costs import Estimated, GraphCosts
+    from disco_accel.step.compile.budget_parts import Budget
     from disco_accel.step.compile.stages import StagedStep
 
 
@@ -185,6 +186,17 @@ def plan(options: argparse.Namespace) -> int:
 PARALLEL = ("layers", "batch", "tensor")
 
 
+def _budget(outlined: Any, options: argparse.Namespace, config: DiscoConfig) -> Budget:
+    """That of each device."""
+    from dataclasses import replace
+
+    from disco_accel.execute.engine_options import EngineOptions, makes_graphs
+
+    engine = EngineOptions(options.device, lookahead=config.lookahead, launch_graphs=config.launch_graphs == "auto")
+    budget: Budget = outlined.budget(_memory(options, config))
+    return replace(budget, has_graphs=makes_graphs(engine))
+
+
 def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     """Plan the recipe's step, with ``parallel`` in place of the options' and the recipe's, and print the figures."""
     from dataclasses import replace
@@ -199,7 +211,7 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     from disco_accel.step.optimizer_home import TrainedBytes, keeps_masters
 
     outlined, costs, config = _outlined(options, parallel)
-    given = outlined.budget(_memory(options, config))
+    given = _budget(outlined, options, config)
     say(config.without_effect)
     machine = _machine(options.device, config)
     settings = PlannerSettings(config.planner, config.policy, machine, deadline(options, config.deadline))

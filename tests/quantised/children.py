@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def lines_of(script: str, *arguments: str, seconds: float = 500) -> list[dict[str, Any]]:
+def lines_of(script: str, *arguments: str, seconds: float = 1500) -> list[dict[str, Any]]:
     """What ``script`` of this folder printed, a line of JSON each. Fails with its stderr."""
     variables = environment()
     paths = tuple(variables["PYTHONPATH"].split(os.pathsep))

@@ -67,6 +67,11 @@ class StoredTensor:
             read_into(descriptor, self, read, read)
         return read
 
+    @property
+    def room(self) -> int:
+        """Bytes held while it is read: its own."""
+        return self.nbytes
+
     def get_shape(self) -> list[int]:
         """Its sizes."""
         return list(self.shape)
