@@ -21,13 +21,14 @@ IGNORED = -100
 
 
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """Rows of int64 ``input_ids`` and ``labels``, both (rows, max_length); padded ones an ``attention_mask`` too."""
+    """Rows of int64 ``input_ids`` and ``labels``, both (rows, max_length); padded ones an ``attention_mask`` too.
+    Preferences have these of each answer."""
 
     def __init__(self, columns: dict[str, torch.Tensor]) -> None:
         self.columns = columns
 
     def __len__(self) -> int:
-        return len(self.columns["input_ids"])
+        return len(next(iter(self.columns.values())))
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
         return {name: column[row] for name, column in self.columns.items()}
@@ -44,7 +45,7 @@ def read_documents(path: str | Path, *, completion_only_loss: bool = True) -> It
         ConfigError: the file is missing or not UTF-8, or a line is no record of messages, of a prompt with completion
             or of text.
     """
-    file, text = _read(path, "dataset")
+    file, text = read_text(path, "dataset")
     if file.suffix != ".jsonl":
         if text.strip():
             yield [(text, True)]
@@ -60,7 +61,7 @@ def read_prompts(path: str | Path) -> Iterator[tuple[int, str]]:
     Raises:
         ConfigError: the file is missing, empty or not UTF-8, or a line is not a record with a prompt, or text.
     """
-    file, text = _read(path, "prompts")
+    file, text = read_text(path, "prompts")
     if not text.strip():
         raise ConfigError(f"prompts: {file}: is empty; give a file with text in it")
     if file.suffix != ".jsonl":
@@ -75,7 +76,8 @@ def read_prompts(path: str | Path) -> Iterator[tuple[int, str]]:
             yield number, prompt
 
 
-def _read(path: str | Path, key: str) -> tuple[Path, str]:
+def read_text(path: str | Path, key: str) -> tuple[Path, str]:
+    """The file that the recipe's ``key`` names, and its text. Raises ConfigError: it is missing or not UTF-8."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"{key}: {file}: no such file; give a .jsonl or a text file")
@@ -106,9 +108,10 @@ def _record(line: str, where: str, completion_only_loss: bool) -> Document:
     raise ConfigError(f'{where}: give an object with "messages", with text "prompt" and "completion", or "text"')
 
 
-def _tokens(
-    document: Document, tokenizer: PreTrainedTokenizerBase, assistant_only: bool
+def tokens_of(
+    document: Document, tokenizer: PreTrainedTokenizerBase, assistant_only: bool = False
 ) -> tuple[list[int], list[int]]:
+    """Token ids of a document, with those that the tokenizer puts around it, and labels. Raises ConfigError."""
     if isinstance(document, Chat):
         # The template has all special tokens that a conversation wants.
         chat_ids, carry = chat_tokens(document, tokenizer, assistant_only=assistant_only)
@@ -150,10 +153,10 @@ def build_blocks(
             gives no row.
     """
     documents = read_documents(path, completion_only_loss=completion_only_loss)
-    rows = [_tokens(document, tokenizer, assistant_only_loss) for document in documents]
+    rows = [tokens_of(document, tokenizer, assistant_only_loss) for document in documents]
     if not rows:
         raise ConfigError(f"dataset: {path}: is empty; give a file with text in it")
-    blocks = _packed(rows, max_length) if packing else _padded(rows, max_length, _pad_token(tokenizer))
+    blocks = _packed(rows, max_length) if packing else padded_rows(rows, max_length, tokenizer)
     if len(blocks) == 0:
         total = sum(len(ids) for ids, _ in rows)
         raise ConfigError(
@@ -173,9 +176,10 @@ def _packed(rows: list[tuple[list[int], list[int]]], max_length: int) -> Blocks:
     return Blocks({"input_ids": ids[:used].view(shape), "labels": labels[:used].view(shape)})
 
 
-def _padded(rows: list[tuple[list[int], list[int]]], max_length: int, pad: int) -> Blocks:
+def padded_rows(rows: list[tuple[list[int], list[int]]], max_length: int, tokenizer: PreTrainedTokenizerBase) -> Blocks:
+    """Each of ``rows``, token ids with labels, cut or padded on the right."""
     shape = (len(rows), max_length)
-    ids = torch.full(shape, pad, dtype=torch.int64)
+    ids = torch.full(shape, _pad_token(tokenizer), dtype=torch.int64)
     labels = torch.full(shape, IGNORED, dtype=torch.int64)
     mask = torch.zeros(shape, dtype=torch.int64)
     for index, (row, row_labels) in enumerate(rows):

@@ -16,6 +16,7 @@ from disco_accel.config.settings import DiscoConfig, shared_weights_folder
 from disco_accel.errors import ConfigError
 from disco_accel.integrate.hf.checkpoint import load_into_arena
 from disco_accel.observe.log_to_stderr import show_messages
+from disco_accel.recipes.preferences import give_log_probabilities
 from disco_accel.recipes.quantised import packing_config
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 
@@ -141,11 +142,13 @@ def packing_options(recipe: LoraRecipe | PrefillRecipe, config: Any) -> dict[str
 
 
 def add_adapter(model: Any, recipe: LoraRecipe) -> Any:
-    """Add a LoRA adapter in ``adapter_dtype`` and switch checkpointing on if the recipe asks for it.
+    """Add a LoRA adapter in ``adapter_dtype``, and checkpointing and the output of preferences if the recipe asks.
 
     Raises:
         ConfigError: ``lora_target_modules`` names no module of the model.
     """
+    if recipe.loss != "sft":
+        give_log_probabilities(model)
     lora = LoraConfig(
         r=recipe.lora_r,
         lora_alpha=recipe.lora_alpha,

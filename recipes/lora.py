@@ -11,6 +11,7 @@ on stderr says what); 130: stopped by Ctrl-C, once with a checkpoint to resume f
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import signal
@@ -32,7 +33,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from disco_accel.config.settings import DiscoConfig, launch_config, launched
 from disco_accel.errors import ConfigError, DiscoError, ExecutionError
 from disco_accel.observe.log_to_stderr import AboveTheBar
-from disco_accel.recipes.corpus import build_blocks
+from disco_accel.recipes.corpus import Blocks, build_blocks
 from disco_accel.recipes.loading import load_model, load_tokenizer, meeting_place
 from disco_accel.recipes.metrics import (
     METRICS_NAME,
@@ -42,6 +43,7 @@ from disco_accel.recipes.metrics import (
     plan_stats,
     write_metrics,
 )
+from disco_accel.recipes.preferences import PAIRED, build_preferences, preference_trainer
 from disco_accel.recipes.progress import Progress, StopAtStepEnd
 from disco_accel.recipes.recording_trainer import RecordingTrainer
 from disco_accel.recipes.saving import STAGING, clear, publish
@@ -90,14 +92,7 @@ def train(recipe: LoraRecipe) -> int:
     config = DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config)) if recipe.disco_config else None
     checkpoint = find_checkpoint(recipe)
     tokenizer = load_tokenizer(recipe)
-    data = build_blocks(
-        recipe.dataset,
-        tokenizer,
-        max_length=recipe.max_length,
-        packing=recipe.packing,
-        completion_only_loss=recipe.completion_only_loss,
-        assistant_only_loss=recipe.assistant_only_loss,
-    )
+    data = _rows(recipe, tokenizer)
     set_seed(recipe.seed)
     wanted = config or (launch_config() if launched() else None)
     model = load_model(recipe, meeting_place(wanted))
@@ -116,11 +111,25 @@ def train(recipe: LoraRecipe) -> int:
         raise
 
 
+def _rows(recipe: LoraRecipe, tokenizer: Any) -> Blocks:
+    if recipe.loss != "sft":
+        return build_preferences(recipe, tokenizer)
+    return build_blocks(
+        recipe.dataset,
+        tokenizer,
+        max_length=recipe.max_length,
+        packing=recipe.packing,
+        completion_only_loss=recipe.completion_only_loss,
+        assistant_only_loss=recipe.assistant_only_loss,
+    )
+
+
 def _fit(recipe: LoraRecipe, model: Any, tokenizer: Any, data: Any, checkpoint: Path | None) -> int:
     ledger = Ledger()
     progress = Progress(ledger)
     stop = StopAtStepEnd()
-    trainer = RecordingTrainer(
+    kind = RecordingTrainer if recipe.loss == "sft" else functools.partial(preference_trainer, recipe)
+    trainer = kind(
         model=model,
         args=training_arguments(recipe),
         train_dataset=data,
@@ -186,9 +195,13 @@ def opening_line(recipe: LoraRecipe, model: Any, rows: int) -> str:
     adapter = [p for p in model.parameters() if p.requires_grad]
     adapter_bytes = sum(p.numel() * p.element_size() for p in adapter)
     tokens = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps * recipe.max_length
+    paired = recipe.loss in PAIRED
+    if paired:
+        tokens *= 2
+    what = "pairs" if paired else "rows"
     line = (
         f"{recipe.model_name_or_path}: {format_size(frozen)} frozen, adapter {format_size(adapter_bytes)} in "
-        f"{recipe.adapter_dtype}, {rows} rows of {recipe.max_length} tokens, {tokens} tokens a step, "
+        f"{recipe.adapter_dtype}, {rows} {what} of {recipe.max_length} tokens, {tokens} tokens a step, "
         f"{torch.get_num_threads()} threads"
     )
     base = next(p.dtype for p in model.parameters() if not p.requires_grad)

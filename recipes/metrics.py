@@ -19,7 +19,7 @@ METRICS_NAME = "metrics.json"
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class _StepRecord:
     """One optimizer step: ``loss`` is the sum over its micro-batches of what each backward started from."""
 
     step: int
@@ -34,16 +34,16 @@ class StepRecord:
 class Ledger:
     """Collects the losses of micro-batches until their step ends."""
 
-    steps: list[StepRecord] = field(default_factory=list)
+    steps: list[_StepRecord] = field(default_factory=list)
     _pending: list[torch.Tensor] = field(default_factory=list)
 
     def micro_batch(self, loss: torch.Tensor) -> None:
         """Remember a micro-batch's loss without waiting for the device."""
         self._pending.append(loss.detach())
 
-    def end_step(self, step: int, seconds: float) -> StepRecord:
+    def end_step(self, step: int, seconds: float) -> _StepRecord:
         """Close step ``step``; waits for the device."""
-        record = StepRecord(step, sum(float(loss) for loss in self._pending), seconds)
+        record = _StepRecord(step, sum(float(loss) for loss in self._pending), seconds)
         self._pending.clear()
         self.steps.append(record)
         return record

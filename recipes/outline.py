@@ -17,14 +17,15 @@ from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.errors import ConfigError
 from disco_accel.graph.traits import FOREIGN, HOST_UPDATED
 from disco_accel.integrate.hf.batch_parts import in_parts
-from disco_accel.integrate.hf.generate_prefill import generating_model
+from disco_accel.integrate.hf.generation import generating_model
 from disco_accel.integrate.hf.kv_cache import room_to_fill
-from disco_accel.integrate.hf.planned_prefill import outside_arena, prefill_batch, traced_forward
+from disco_accel.integrate.hf.planned_prefill import prefill_batch, traced_forward
 from disco_accel.integrate.hf.tensor_plan import tensor_plan
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.quantised.forms import PackedForm
 from disco_accel.recipes.corpus import IGNORED
 from disco_accel.recipes.loading import add_adapter
+from disco_accel.recipes.preferences import LOG_PROBABILITIES, PAIRED
 from disco_accel.recipes.quantised import PackedWeights, asked_form, packable, stored_form, with_packed_weights
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 from disco_accel.step.compile.budget_parts import Budget, leaving_bytes
@@ -125,7 +126,13 @@ def _step_outline(
     name = recipe.model_name_or_path
     sharing = _sharing(model, ranks, parts, fitted.divided)
     captured = capture_step(
-        model, fitted.part(0), contexts=contexts, name=name, trained=trained, rewrite=sharing.of_one
+        model,
+        fitted.part(0),
+        contexts=contexts,
+        name=name,
+        outputs=("loss",) if recipe.loss == "sft" else (LOG_PROBABILITIES,),
+        trained=trained,
+        rewrite=sharing.of_one,
     )
     whole = whole_step(captured, sharing)
     # Those are the updates that can be put off.
@@ -164,7 +171,7 @@ def _prefill_outline(recipe: PrefillRecipe, model: Any, ranks: int) -> Outline:
         forward=forward,
         contexts=contexts,
         name=recipe.model_name_or_path,
-        outside=outside_arena,
+        outside=lambda _: True,
         rewrite=sharing.of_one,
     )
     sizes, whole = leaving_bytes(captured), whole_step(captured, sharing)
@@ -203,14 +210,17 @@ def meta_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
 
 
 def meta_batch(recipe: LoraRecipe) -> dict[str, Any]:
-    """A batch as Trainer passes it: full rows, or rows with padding where the recipe does not pack."""
-    shape = (recipe.per_device_train_batch_size, recipe.max_length)
+    """A batch as Trainer passes it: full rows, padded ones where the recipe does not pack; of pairs both rows."""
+    preferences = recipe.loss != "sft"
+    shape = (recipe.per_device_train_batch_size * (1 + (recipe.loss in PAIRED)), recipe.max_length)
     batch: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.int64), "labels": torch.zeros(shape).long()}
-    if not recipe.packing:
+    if preferences or not recipe.packing:
         mask = torch.ones(shape, dtype=torch.int64)
         mask[:, -1] = 0
         batch["labels"][:, -1] = IGNORED
         batch["attention_mask"] = mask
+    if preferences:
+        return batch
     return batch | {"num_items_in_batch": batch["labels"][:, 1:].ne(IGNORED).sum() / 1}
 
 

@@ -98,7 +98,7 @@ def computed_in(recipe: LoraRecipe | PrefillRecipe, config: Any) -> torch.dtype:
     return getattr(config, "dtype", None) or torch.float32
 
 
-class LinearShape(NamedTuple):
+class _LinearShape(NamedTuple):
     """Of a linear layer's weight, and whether it is stored with inputs first."""
 
     outputs: int
@@ -106,7 +106,7 @@ class LinearShape(NamedTuple):
     inputs_first: bool
 
 
-def packable(model: PreTrainedModel) -> dict[int, LinearShape]:
+def packable(model: PreTrainedModel) -> dict[int, _LinearShape]:
     """Identity of each weight that transformers packs → its shape: those of linear layers, but not of the output layer,
     of tied ones and of those that the model or its config keeps."""
     stored = _stored_config(model.config) or {}
@@ -117,15 +117,15 @@ def packable(model: PreTrainedModel) -> dict[int, LinearShape]:
         if not should_convert_module(name, kept):
             continue
         if type(module) is torch.nn.Linear:
-            found[id(module.weight)] = LinearShape(module.out_features, module.in_features, False)
+            found[id(module.weight)] = _LinearShape(module.out_features, module.in_features, False)
         elif isinstance(module, Conv1D):
             inputs, outputs = module.weight.shape
-            found[id(module.weight)] = LinearShape(outputs, inputs, True)
+            found[id(module.weight)] = _LinearShape(outputs, inputs, True)
     return found
 
 
 def with_packed_weights(
-    captured: CapturedStep, model: torch.nn.Module, shapes: dict[int, LinearShape], form: PackedForm
+    captured: CapturedStep, model: torch.nn.Module, shapes: dict[int, _LinearShape], form: PackedForm
 ) -> tuple[CapturedStep, PackedWeights]:
     """The step with the weights of ``shapes`` in ``form``, and what they are then.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from disco_accel.graph.files import flush_to_disk
 
 STAGING = ".saving"
 """Where files are written before they get their place; what a killed process leaves in it is removed."""
@@ -62,19 +63,11 @@ def publish(staging: Path, folder: Path) -> None:
     """Move everything in ``staging`` to ``folder``, once it is on disk; what has the same name there is replaced."""
     files = [path for path in staging.rglob("*") if path.is_file()]
     for path in [*files, *(p for p in staging.rglob("*") if p.is_dir()), staging]:
-        _flush(path)
+        flush_to_disk(path)
     for path in sorted(staging.iterdir()):
         target = folder / path.name
         if target.is_dir():
             clear(target.rename(staging / f"{path.name}.replaced"))
         path.replace(target)
-    _flush(folder)
+    flush_to_disk(folder)
     clear(staging)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -28,7 +28,8 @@ class LoraRecipe:
     without it each record is cut or padded to ``max_length``. ``adapter_dtype`` is the dtype of the LoRA weights.
     ``save_steps`` 0 saves only at the end. ``num_threads`` is the number of CPU threads of an eager op.
     ``load_in_4bit`` and ``load_in_8bit`` pack the frozen weights, ``use_bnb_nested_quant`` the scales of 4-bit weights
-    as well.
+    as well. With ``loss: dpo`` and ``orpo`` the dataset has ``prompt``/``chosen``/``rejected`` records, with ``kto``
+    ``prompt``/``completion``/``label``; ``beta``, ``loss_type`` and the two weights are TRL's of these losses.
     """
 
     model_name_or_path: str
@@ -41,6 +42,11 @@ class LoraRecipe:
     load_in_8bit: bool = False
     bnb_4bit_quant_type: str = "nf4"
     use_bnb_nested_quant: bool = False
+    loss: str = "sft"
+    beta: float = 0.1
+    loss_type: str = "sigmoid"
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
     lora_r: int = 16
     lora_alpha: int = 32
     lora_dropout: float = 0.0
@@ -112,13 +118,24 @@ _AT_LEAST = {
     "lora_dropout": 0.0,
     "weight_decay": 0.0,
     "max_grad_norm": 0.0,
+    "desirable_weight": 0.0,
+    "undesirable_weight": 0.0,
 }
 _CHOICES = {
+    "loss": ("sft", "dpo", "orpo", "kto"),
+    "loss_type": ("sigmoid", "hinge", "ipo"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "adapter_dtype": ("float32", "bfloat16", "float16"),
     "attn_implementation": ("sdpa", "eager", "flash_attention_2"),
     "bnb_4bit_quant_type": ("nf4", "fp4"),
 }
+_LOSSES_WITH = {
+    "beta": ("dpo", "orpo", "kto"),
+    "loss_type": ("dpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+"""Keys of some losses alone → these."""
 
 
 def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> LoraRecipe:
@@ -171,6 +188,7 @@ def _parse(kind: type[Recipe], values: Mapping[str, Any], source: str) -> Recipe
     for key, value in checked.items():
         _check_range(source, key, value)
     _check_bits(source, checked)
+    _check_loss(source, checked)
     return kind(**checked)
 
 
@@ -180,6 +198,31 @@ def _check_bits(source: str, given: Mapping[str, Any]) -> None:
     for key in ("bnb_4bit_quant_type", "use_bnb_nested_quant"):
         if given.get(key) and not given.get("load_in_4bit"):
             raise ConfigError(f"{source}: {key}: says how 4-bit weights are stored; give load_in_4bit: true with it")
+
+
+def _check_loss(source: str, given: Mapping[str, Any]) -> None:
+    loss = given.get("loss", "sft")
+    for key, losses in _LOSSES_WITH.items():
+        if key in given and loss not in losses:
+            raise ConfigError(
+                f"{source}: {key}: is not of loss: {loss}; give loss: {' or '.join(losses)}, or leave it out"
+            )
+    if loss == "sft":
+        return
+    if not given.get("beta", 1.0) > 0:
+        raise ConfigError(f"{source}: beta: {given['beta']!r} is too small; give more than 0, such as 0.1")
+    if given.get("lora_dropout"):
+        raise ConfigError(f"{source}: lora_dropout: loss: {loss} trains without dropout, as TRL does; set it to 0")
+    if given.get("packing"):
+        raise ConfigError(f"{source}: packing: with loss: {loss} each answer is a row of its own; leave it out")
+    if given.get("completion_only_loss") is False or given.get("assistant_only_loss"):
+        key = "assistant_only_loss" if given.get("assistant_only_loss") else "completion_only_loss"
+        raise ConfigError(f"{source}: {key}: loss: {loss} itself says which tokens count; leave it out")
+    if loss == "kto" and given.get("per_device_train_batch_size", 1) < 2:
+        raise ConfigError(
+            f"{source}: per_device_train_batch_size: loss: kto compares each prompt with the completion of another row "
+            "of its batch; give 2 or more"
+        )
 
 
 def _coerce(source: str, key: str, value: Any, hint: Any) -> Any:

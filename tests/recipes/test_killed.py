@@ -21,7 +21,7 @@ def test_every_resumed_run_equals_the_uninterrupted_one(tmp_path):
     python = str(forkserver.start() / "python")
     command = [python, "-m", "tests.recipes.killed", str(tmp_path), str(KILLS), "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500 + 60 * KILLS)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1500 + 60 * KILLS)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)

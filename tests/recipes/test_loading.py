@@ -167,7 +167,7 @@ def test_a_checkpoint_with_other_names_is_left_to_transformers(tmp_path):
 
 def peak(way: str, directory: Path, dtype: str) -> dict[str, int]:
     command = [sys.executable, str(PEAK), way, str(directory), dtype]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=PEAK.parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False, cwd=PEAK.parents[2])
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
