@@ -7,7 +7,9 @@ their own error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from benchmarks.step.peers import one_process
 from disco_accel import prefill, stats
 from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.simulate.simulator import Link, Machine
+from disco_accel.step.placement.streamed_eager import StreamedEager
 from disco_accel.step.run.session import current_step
 
 
@@ -37,6 +40,32 @@ def read_eagerly(model: Any, ids: torch.Tensor) -> Any:
     with torch.no_grad():
         positions = mask.cumsum(-1) - 1
         return model(ids, mask, positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+@contextmanager
+def weights_over_a_link(model: Any, resident: int, bandwidth: float) -> Iterator[list[int]]:
+    """Inside, each weight of ``model`` is copied over a link of so many bytes a second when it is read, all but
+    ``resident`` bytes of them. The list gets the bytes of each copy."""
+    room, stay, copied = resident, set[int](), list[int]()
+    for parameter in model.parameters():
+        if parameter.nbytes <= room:
+            room -= parameter.nbytes
+            stay.add(id(parameter))
+
+    def visit(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in stay or not isinstance(tensor, torch.nn.Parameter):
+            return tensor
+        copied.append(tensor.nbytes)
+        arrives = time.perf_counter() + tensor.nbytes / bandwidth
+        copy = tensor.detach().clone()
+        time.sleep(max(0.0, arrives - time.perf_counter()))
+        return copy
+
+    hooks = StreamedEager(model, visit)
+    try:
+        yield copied
+    finally:
+        hooks.remove(model)
 
 
 class Reader:

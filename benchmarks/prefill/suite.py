@@ -32,7 +32,7 @@ from benchmarks.common.shapes import Shape
 from benchmarks.common.subjects import Times
 from benchmarks.engine.suite import Differs, any_plan_seconds, cell, in_turn, link_seconds
 from benchmarks.gpu.models import batch_for, draw_weights, meta_llama
-from benchmarks.prefill.engines import PEERS, TITLES, outputs_of, read_eagerly
+from benchmarks.prefill.engines import PEERS, TITLES, outputs_of, read_eagerly, weights_over_a_link
 from benchmarks.prefill.peers import Peers, peer_cell
 from benchmarks.step.engines import Job
 from benchmarks.step.options import count, names_of
@@ -46,7 +46,6 @@ from disco_accel.graph.files import write_atomically
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.plan.summary import swapped_bytes
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.step.placement.streamed_eager import StreamedEager
 from disco_accel.step.run.session import current_step
 
 PEERS_SAY = (
@@ -128,25 +127,8 @@ class PromptPair:
 
     def run_streamed(self) -> tuple[float, float]:
         """``run_eager`` with weights that come over the link, all but as many bytes as the plan keeps."""
-        room, resident = self.step.resident_bytes, set()
-        for parameter in self.eager.parameters():
-            if parameter.nbytes <= room:
-                room -= parameter.nbytes
-                resident.add(id(parameter))
-
-        def visit(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) in resident or not isinstance(tensor, torch.nn.Parameter):
-                return tensor
-            arrives = time.perf_counter() + tensor.nbytes / self.bandwidth
-            copy = tensor.detach().clone()
-            time.sleep(max(0.0, arrives - time.perf_counter()))
-            return copy
-
-        hooks = StreamedEager(self.eager, visit)
-        try:
+        with weights_over_a_link(self.eager, self.step.resident_bytes, self.bandwidth):
             return self.run_eager("streamed")
-        finally:
-            hooks.remove(self.eager)
 
     def run_on(self, name: str, executor: Executor) -> tuple[float, float]:
         """Sum of the logits, and seconds of a prefill that ``executor`` runs, to its very end."""

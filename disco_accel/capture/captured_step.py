@@ -88,8 +88,9 @@ class CapturedStep:
     ``bare``: the model returns the first output itself, not something that has it as a field. ``passes``: those that
     ``graph`` has been through. ``kept_casts``: trained weights of which an autocast region keeps a cast for its further
     forwards, with the dtype of eager's sums of their gradients over several such forwards. It is "" where eager adds
-    parts of a gradient, as the weight is used several times. ``offered``: kernels that the script does not run; a plan
-    may run them to compute values again.
+    parts of a gradient, as the weight is used several times. ``structure``: the result of a forward alone with places
+    for its tensors, as the caller of the capture understands it. ``offered``: kernels that the script does not run; a
+    plan may run them to compute values again.
     """
 
     graph: TaskGraph
@@ -101,6 +102,7 @@ class CapturedStep:
     differentiated: int = 1
     passes: tuple[AppliedPass, ...] = ()
     kept_casts: Mapping[str, str] = field(default_factory=dict)
+    structure: Any = None
     offered: frozenset[int] = frozenset()
 
     def rewritten(self, name: str, effect: str, graph: TaskGraph, **fields: Any) -> CapturedStep:

@@ -16,6 +16,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
 
+from disco_accel.capture.fake_mode import fake_mode
 from disco_accel.capture.parts import is_plain, named_parts
 from disco_accel.capture.storages import storage_key
 from disco_accel.capture.thread_patches import patched
@@ -54,8 +55,10 @@ class _Twins(FakeTensorConverter):
 
 def tracing_mode() -> FakeTensorMode:
     """A fake mode that takes real tensors as well, each as one twin."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     mode.fake_tensor_converter = _Twins()
+    # Torch's memory of results is that of all modes, without the rules of ``fake_kernels``; ``FakeResults`` is ours.
+    mode.cache_enabled = False
     return mode
 
 

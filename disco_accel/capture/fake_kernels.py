@@ -1,10 +1,10 @@
-"""Rules for ops that torch's fake tensors refuse although the kernels take them; a filter for their log lines."""
+"""Rules for ops that torch's fake tensors refuse, or lay out otherwise than the kernels; a filter for log lines."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,26 +19,44 @@ from disco_accel.quantised.libraries import LIBRARIES
 
 @contextmanager
 def fake_kernels() -> Iterator[None]:
-    """Let fake tensors through ops that torch's own rules refuse, such as ``_grouped_mm`` in float32 and float16."""
+    """Let fake tensors through ops that torch's own rules refuse, such as ``_grouped_mm`` in float32 and float16, and
+    give views of tensors with dimensions of size 1 the strides of real ones."""
     table, thread = fake_impls.op_implementations_dict, threading.get_ident()
-    added = []
-    for name, rule in _RULES.items():
+    before = {}
+    for name, rule in {**_RULES, **_VIEWS}.items():
         op = op_overload(name, "default")
-        if op not in table:
-            table[op] = _of_thread(thread, rule)
-            added.append(op)
+        known = table.get(op)
+        if known is None or name in _VIEWS:
+            table[op] = _of_thread(thread, rule, known)
+            before[op] = known
     try:
         yield
     finally:
-        for op in added:
-            table.pop(op, None)
+        for op, known in before.items():
+            if known is None:
+                table.pop(op, None)
+            else:
+                table[op] = known
 
 
-def _of_thread(thread: int, rule: Callable[..., Any]) -> Callable[..., Any]:
+def _of_thread(thread: int, rule: Callable[..., Any], before: Callable[..., Any] | None) -> Callable[..., Any]:
+    """``rule`` in ``thread``; elsewhere, and where it says NotImplemented, what was there ``before``."""
+
     def fake(*args: Any, **kwargs: Any) -> Any:
-        return rule(*args, **kwargs) if threading.get_ident() == thread else NotImplemented
+        found = rule(*args, **kwargs) if threading.get_ident() == thread else NotImplemented
+        return before(*args, **kwargs) if found is NotImplemented and before is not None else found
 
     return fake
+
+
+def _view(mode: FakeTensorMode, func: torch._ops.OpOverload, a: torch.Tensor, shape: Sequence[int]) -> Any:
+    """As the kernel lays it out: torch's rule gives dimensions of size 1 other strides, by which a matrix product with
+    one row, as in decoding, chooses another kernel."""
+    if 1 not in a.shape and 1 not in shape:
+        return NotImplemented
+    with torch._C._DisableTorchDispatch():
+        like = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta").view(shape)
+    return a.as_strided(like.shape, like.stride(), a.storage_offset())
 
 
 def _grouped_mm(
@@ -74,6 +92,7 @@ def libraries_patched() -> Iterator[None]:
         yield
 
 
+_VIEWS: dict[str, Callable[..., Any]] = {"aten::view": _view, "aten::_unsafe_view": _view}
 _RULES: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": _grouped_mm}
 assert _RULES.keys() == {name for name, traits in OP_TRAITS.items() if traits.fake_rule}
 

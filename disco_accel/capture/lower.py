@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +13,7 @@ from torch import fx
 
 from disco_accel.capture.inplace import overwritable
 from disco_accel.capture.rng import draws
-from disco_accel.capture.storages import storage_bytes, storage_key, tensor_spec, tensors_of
+from disco_accel.capture.storages import storage_bytes, storage_key, tensor_spec, tensors_of, written_storages
 from disco_accel.capture.trace_log import RECOMPUTE, NodeInfo, arguments_of, node_info
 from disco_accel.errors import CaptureError
 from disco_accel.graph.op_traits import op_traits
@@ -36,11 +36,21 @@ from disco_accel.native.op_encoding import op_overload
 
 
 @dataclass
+class _Accesses:
+    """The kernels so far that have touched an input which kernels change in place: the last ``writer``, and the
+    ``readers`` since."""
+
+    writer: int = -1
+    readers: list[int] = field(default_factory=list)
+
+
+@dataclass
 class OpLowering:
     """Vertices made so far. ``owner``: storage → the value it holds now; ``maker``: storage → its first value.
 
     ``device``: where all kernels run; devices that the traced code names do not count. ``outside``: a clone → the
-    external INPUT whose memory it is made in.
+    external INPUT whose memory it is made in. ``copied_outside``: the values that tell of it. ``changed_inputs``: those
+    that kernels change in place, in eager's order.
     """
 
     device: str = "cpu"
@@ -50,10 +60,33 @@ class OpLowering:
     owner: dict[int, Ref] = field(default_factory=dict)
     maker: dict[int, Ref] = field(default_factory=dict)
     outside: dict[fx.Node, int] = field(default_factory=dict)
+    copied_outside: list[Ref] = field(default_factory=list)
+    changed_inputs: dict[int, _Accesses] = field(default_factory=dict)
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         """The value behind ``tensor`` at this point of the trace."""
         return self.owner[storage_key(tensor)]
+
+    def order(self, vertex: int, inputs: Iterable[Ref], written: int | None = None) -> tuple[int, ...]:
+        """The kernels that ``vertex``, about to be made, has to wait for, as it reads ``inputs`` that are changed in
+        place and changes the input ``written``."""
+        after: set[int] = set()
+        for input_, _ in inputs:
+            accesses = self.changed_inputs.get(input_)
+            if accesses is None:
+                continue
+            if accesses.writer >= 0:
+                after.add(accesses.writer)
+            if input_ == written:
+                after.update(accesses.readers)
+                accesses.writer, accesses.readers = vertex, []
+            else:
+                accesses.readers.append(vertex)
+        return tuple(sorted(after))
+
+    def change(self, input_: int) -> None:
+        """Kernels may change this input in place."""
+        self.changed_inputs[input_] = _Accesses()
 
     def add_input(self, tensor: torch.Tensor, op: str, traits: Traits) -> int:
         """An INPUT vertex for the storage of ``tensor``; returns its id."""
@@ -117,9 +150,9 @@ def _lower_copy_outside(node: fx.Node, low: OpLowering) -> None:
     inputs: list[Ref] = []
     args = tuple(_lower_arg(value, low, inputs, str(target)) for value in (node, source, False))
     id_, info = len(low.vertices), node_info(node)
-    low.vertices.append(
-        Vertex(id_, VertexKind.KERNEL, 0, target._schema.name, tuple(inputs), sizes=(1,), out=True, keep=True)
-    )
+    vertex = Vertex(id_, VertexKind.KERNEL, 0, target._schema.name, tuple(inputs), sizes=(1,), out=True, keep=True)
+    low.vertices.append(replace(vertex, after=low.order(id_, inputs)))
+    low.copied_outside.append((id_, 0))
     low.ops[id_] = OpCall(target._schema.name, target._overloadname, args, (None,), info.module)
     low.infos[id_] = info
 
@@ -145,13 +178,16 @@ def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: OpLowering,
     inputs: list[Ref] = []
     args = _arguments(node, target, low, inputs, where)
     id_ = len(low.vertices)
-    written = _written_storages(node, target)
+    written = written_storages(node, target)
     sizes: list[int] = []
     inplace: tuple[tuple[int, int], ...] = ()
     if written:
         if len(written) > 1:
             raise CaptureError(f"{where} writes into {len(written)} tensors; only one can be captured")
         key, size = written.popitem()
+        if low.owner[key][0] in low.changed_inputs:
+            _lower_change(target, low, args, inputs, low.owner[key][0], info)
+            return
         if low.vertices[low.owner[key][0]].kind is VertexKind.INPUT:
             raise CaptureError(f"{where} changes an input of the step {_in_place(low.vertices[low.owner[key][0]].op)}")
         inplace = ((0, inputs.index(low.owner[key])),)
@@ -171,10 +207,30 @@ def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: OpLowering,
             inputs=tuple(inputs),
             sizes=tuple(sizes),
             inplace=inplace,
+            after=low.order(id_, inputs),
             may_inplace=() if inplace else overwritable(tuple(inputs), tuple(sizes), call, low.vertices),
         )
     )
     low.ops[id_] = call
+    low.infos[id_] = info
+
+
+def _lower_change(
+    target: torch._ops.OpOverload,
+    low: OpLowering,
+    args: tuple[Arg, ...],
+    inputs: Sequence[Ref],
+    changed: int,
+    info: NodeInfo,
+) -> None:
+    """A call that changes the input ``changed`` where it lies; a byte in the arena tells that it has."""
+    id_, name = len(low.vertices), target._schema.name
+    after = low.order(id_, inputs, changed)
+    low.vertices.append(
+        Vertex(id_, VertexKind.KERNEL, 0, name, tuple(inputs), sizes=(1,), out=True, keep=True, after=after)
+    )
+    results = (None,) * len(target._schema.returns)
+    low.ops[id_] = OpCall(name, target._overloadname, args, results, info.module)
     low.infos[id_] = info
 
 
@@ -209,25 +265,6 @@ def _read_results(node: fx.Node) -> set[int]:
     if not isinstance(node.meta["val"], (tuple, list)):
         return {0} if node.users else set()
     return {int(user.args[1]) for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]
-
-
-def _written_storages(node: fx.Node, target: torch._ops.OpOverload) -> dict[int, int]:
-    """Storage → bytes of each tensor that the op changes in place."""
-    given = arguments_of(node, target)
-    found: dict[int, int] = {}
-    for argument in target._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for value in _nodes_in(given[argument.name]):
-                tensor = value.meta["val"]
-                found[storage_key(tensor)] = storage_bytes(tensor)
-    return found
-
-
-def _nodes_in(value: Any) -> list[fx.Node]:
-    """The nodes of an argument, also those inside lists."""
-    if isinstance(value, fx.Node):
-        return [value]
-    return [node for item in value for node in _nodes_in(item)] if isinstance(value, (tuple, list)) else []
 
 
 def _arguments(

@@ -81,7 +81,7 @@ class FakeResults:
 
     def __init__(self) -> None:
         mode: Any = torch._C._get_dispatch_mode(_FAKE)
-        plain = type(mode) is FakeTensorMode and mode.shape_env is None and not mode.propagate_real_tensors
+        plain = isinstance(mode, FakeTensorMode) and mode.shape_env is None and not mode.propagate_real_tensors
         self._mode: Any = mode if plain else None
         self._settings = (mode.allow_fallback_kernels, mode.static_shapes) if plain else ()
         if len(self._of_all_traces.results) > _MOST:

@@ -24,6 +24,7 @@ from disco_accel.capture.captured_step import (
     ValueBinding,
 )
 from disco_accel.capture.constants import bind_constants, no_data_assigned, no_values_read, tracing_mode
+from disco_accel.capture.copies_outside import copy_early, refuse_constants
 from disco_accel.capture.fake_inputs import batch_tensors, model_twins, replace_tensors, twin
 from disco_accel.capture.fake_kernels import fake_kernels, libraries_patched, quiet
 from disco_accel.capture.leaving_gradients import with_leaving_gradients
@@ -126,13 +127,16 @@ def capture_forward(
     name: str = "forward",
     device: torch.device = _CPU,
     outside: Callable[[str], bool] = lambda _: False,
+    changed: Callable[[str], bool] = lambda _: False,
+    trained: Traits = FOREIGN,
     rewrite: Rewrite = lambda traced: traced,
 ) -> CapturedStep:
     """Capture the results of ``forward`` for a batch shaped as ``kwargs``, without gradients: nothing arrives late.
 
     ``forward`` calls ``model``; the rest is as in ``capture_step``. Outputs whose names are ``outside`` take no room
     in the arena once they are made: they are clones that ``forward`` makes, each written to an external INPUT for
-    whose memory the caller cares. They are none of ``CapturedStep.outputs``.
+    whose memory the caller cares. They are none of ``CapturedStep.outputs``. Tensors of the batch whose names are
+    ``changed`` may be written to in place, where they lie.
 
     Raises:
         CaptureError: as ``capture_step``; also where ``forward`` returns one of its inputs as it is.
@@ -143,7 +147,7 @@ def capture_forward(
     with _tracing(model, mode, contexts, device, gradients=False) as log:
         traced = _trace(twins.caller(step, model, kwargs), (*twins.arguments, []), log)
     constants = functools.partial(bind_constants, log.graph, traced, mode, model)
-    return _lower(twins.sources(model), constants, log, name, device, step.outputs, outside, rewrite=rewrite)
+    return _lower(twins.sources(model), constants, log, name, device, step.outputs, outside, changed, trained, rewrite)
 
 
 @dataclass(frozen=True)
@@ -304,6 +308,7 @@ def _lower(
     where: torch.device,
     wanted: Sequence[str],
     outside: Callable[[str], bool] = lambda _: False,
+    changed: Callable[[str], bool] = lambda _: False,
     trained: Traits = FOREIGN,
     rewrite: Rewrite = lambda traced: traced,
 ) -> CapturedStep:
@@ -326,9 +331,14 @@ def _lower(
             continue  # A constant that is read in several places.
         vertex = low.add_input(tensor, source.value, traits[source])
         bindings.append(InputBinding(vertex, source, key, tensor_spec(tensor)))
+        if source is InputSource.BATCH and changed(key):
+            low.change(vertex)
     returned: Any = graph.output_node().args[0]
     grads = returned[len(wanted) :]
     named = list(zip(wanted, returned, strict=False))
+    copies = {key: node for key, node in named if outside(key)}
+    refuse_constants(graph, copies)
+    copy_early(graph, copies.values())
     for key, node in named:
         if outside(key):
             source, tensor = InputSource.OUTSIDE, node.meta["val"]
@@ -345,7 +355,8 @@ def _lower(
     # The arena's size is the planner's business; a device's memory only bounds it.
     device = Space(0, sum(sum(v.sizes) for v in low.vertices))
     # By the last output the forward has run, which is what the user's generator has to show.
-    passes = hold_back(low, traced.output_grads), chain_draws(max(output.ref for output in outputs))
+    last = max([*(output.ref for output in outputs), *low.copied_outside])
+    passes = hold_back(low, traced.output_grads), chain_draws(last)
     task = TaskGraph(name, (device,), tuple(low.vertices), low.ops)
     return CapturedStep(task, tuple(bindings), outputs, gradients, constants).through(passes)
 

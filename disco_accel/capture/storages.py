@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
+from disco_accel.capture.trace_log import arguments_of
 from disco_accel.errors import CaptureError
 from disco_accel.graph.taskgraph import TensorSpec
 
@@ -48,3 +50,22 @@ def tensors_of(value: Any) -> list[torch.Tensor | None]:
     if isinstance(value, (tuple, list)):
         return [tensor for item in value for tensor in tensors_of(item)]
     return []
+
+
+def written_storages(node: fx.Node, target: torch._ops.OpOverload) -> dict[int, int]:
+    """Storage → bytes of each tensor that ``node``, a call of ``target``, changes in place."""
+    given = arguments_of(node, target)
+    found: dict[int, int] = {}
+    for argument in target._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for value in _nodes_in(given[argument.name]):
+                tensor = value.meta["val"]
+                found[storage_key(tensor)] = storage_bytes(tensor)
+    return found
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
+    """The nodes of an argument, also those inside lists."""
+    if isinstance(value, fx.Node):
+        return [value]
+    return [node for item in value for node in _nodes_in(item)] if isinstance(value, (tuple, list)) else []

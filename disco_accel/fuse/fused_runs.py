@@ -54,12 +54,17 @@ class _Run:
 
 
 Kind = tuple[str, str, tuple[str, ...]]
-"""Of calls that compute alike: name, overload, data types of the tensors and the result."""
+"""Of calls that compute alike: name, overload, data types of the tensors and the result, and a function's numbers."""
 
 
 def kind_of(call: OpCall) -> Kind:
     """The kind of a call that may be in a run."""
-    return call.name, call.overload, (*(arg.spec.dtype for arg in tensor_args(call.args)), _spec(call).dtype)
+    dtypes = *(arg.spec.dtype for arg in tensor_args(call.args)), _spec(call).dtype
+    # x ** 3 is computed otherwise than x ** 2, and gelu with tanh otherwise than without.
+    numbers = (
+        [repr(arg) for arg in call.args if not isinstance(arg, TensorArg)] if op_traits(call.name).function else []
+    )
+    return call.name, call.overload, (*dtypes, *numbers)
 
 
 @dataclass
@@ -241,22 +246,6 @@ def fused_runs(graph: TaskGraph, costs: Costs, apart: Collection[Kind] = ()) -> 
     vertices.sort(key=lambda pair: pair[0])
     ordered = tuple(_moved(vertex, moved, joined_in) for _, vertex in vertices)
     return replace(graph, vertices=ordered, ops=ops)
-
-
-def alone(call: OpCall) -> OpCall:
-    """The run of ``call``, one of a body, alone: its kernel shows whether the compiler rounds it as eager does."""
-    specs: list[TensorSpec] = []
-
-    def numbered(arg: Arg) -> Arg:
-        if isinstance(arg, TensorArg):
-            specs.append(arg.spec)
-            return TensorArg(len(specs) - 1, arg.spec)
-        return tuple(numbered(item) for item in arg) if isinstance(arg, tuple) else arg
-
-    result = OpResult(0, _spec(call))
-    body = replace(call, args=tuple(numbered(arg) for arg in call.args), results=(result,))
-    args = tuple(TensorArg(i, spec) for i, spec in enumerate(specs))
-    return OpCall(FUSED, "default", args, (result,), body=(body,))
 
 
 def _moved(vertex: Vertex, moved: Mapping[Ref, Ref], joined_in: Mapping[int, int]) -> Vertex:

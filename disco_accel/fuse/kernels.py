@@ -20,6 +20,7 @@ import torch
 from disco_accel.errors import ExtensionError
 from disco_accel.fuse.call_json import call_to_object, kernel_text
 from disco_accel.fuse.host_library import ANSWER, symbol_of
+from disco_accel.fuse.twins import twin_of
 from disco_accel.graph.taskgraph import OpCall
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.native.cuda_headers import TOOLKITS
@@ -48,16 +49,23 @@ def kernel_of(call: OpCall) -> Kernel | None:
     return _known.get(kernel_text(call))
 
 
+def is_compiled(call: OpCall) -> bool:
+    """Whether the kernel of a run is known, and that of its twin."""
+    twin = twin_of(call)
+    return kernel_of(call) is not None and (twin is None or kernel_of(twin) is not None)
+
+
 def load_kernels(calls: Iterable[OpCall], device: str) -> None:
-    """Load the kernels of ``calls`` that earlier processes have compiled. Raises ExtensionError."""
+    """Load the kernels of ``calls``, and of their twins, that earlier processes have compiled. Raises
+    ExtensionError."""
     for part in _parts(calls, device):
         if part.library(None).fault() is None:
             _known.update(part.kernels(None))
 
 
 def compile_kernels(calls: Iterable[OpCall], device: str, say: Say = lambda _: None) -> None:
-    """Compile the kernels of ``calls``, in several processes; ``say`` hears how far it is. Where this process ends
-    meanwhile, some are missing then.
+    """Compile the kernels of ``calls``, and of their twins, in several processes; ``say`` hears how far it is. Where
+    this process ends meanwhile, some are missing then.
 
     Raises:
         ExtensionError: there is no compiler, it fails, or the folder is not this user's own.
@@ -90,9 +98,9 @@ class _CompilerProcess:
 
     def compile(self, request: dict[str, Any]) -> Path:
         """The library of ``request``. Raises ExtensionError."""
-        child = self._started()
-        assert child.stdin is not None and child.stdout is not None
         try:
+            child = self._started()
+            assert child.stdin is not None and child.stdout is not None
             child.stdin.write(json.dumps(request).encode() + b"\n")
             child.stdin.flush()
             answer = json.loads(child.stdout.readline() or b'{"error": "the compiling process ended"}')
@@ -186,7 +194,8 @@ class _Shared:
 def _parts(calls: Iterable[OpCall], device: str) -> list[_Part]:
     load_extension()
     gpu = backend_of(run_device(device)).target()
-    named = {kernel_text(call): call for call in calls}
+    wanted = [each for call in calls for each in (call, twin_of(call)) if each is not None]
+    named = {kernel_text(call): call for call in wanted}
     missing = [named[name] for name in sorted(named.keys() - _known.keys())]
     count = _TOGETHER["host" if gpu is None else "gpu"]
     return [_Part(tuple(missing[at : at + count]), gpu) for at in range(0, len(missing), count)]

@@ -6,6 +6,7 @@ memory at all.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ class _View:
         return found.reshape(self.kept).permute(self.order).reshape(self.unsqueezed).expand(self.shape)
 
 
+@functools.lru_cache(4096)
 def view_of(base: TensorSpec, target: TensorSpec) -> _View | None:
     """The steps from a tensor laid out as ``base`` to one laid out as ``target`` over the same storage.
 

@@ -17,8 +17,10 @@ from disco_accel.capture.parts import run_first_forward_changes
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, StoreFull
 from disco_accel.integrate.accelerate.trainer_runs import follow_trainers
-from disco_accel.integrate.hf import generate_prefill
+from disco_accel.integrate.hf import generation
 from disco_accel.integrate.hf.hf_frontend import HuggingFace
+from disco_accel.integrate.hf.merge_watch import watch_merges
+from disco_accel.integrate.hf.planned_forward import planned_forward
 from disco_accel.integrate.hf.step_output import StepOutput
 from disco_accel.native.backend import run_device
 from disco_accel.native.out_of_memory import typed_out_of_memory
@@ -50,8 +52,10 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: Session | None = self.__dict__.get(STATE)
     if state is None:
         return type(self).forward(self, *args, **kwargs)
-    if not torch.is_grad_enabled() or state.frozen_for_prefill is not None or in_capture():
+    if in_capture():
         return _own_forward(state, args, kwargs)
+    if not torch.is_grad_enabled() or state.frozen_for_prefill is not None:
+        return _without_gradients(state, self, args, kwargs)
     state.memory.require_own_process()
     try:
         require_plain_autograd()
@@ -113,6 +117,18 @@ def _eager(state: Session, error: CaptureError, args: tuple[Any, ...], kwargs: d
         raise error
     state.reports.on_fallback(Fallback.STEP, str(error))
     state.reports.say_once(f"this step runs in eager mode, outside the memory budget: {error}")
+    return _own_forward(state, args, kwargs)
+
+
+def _without_gradients(state: Session, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward without gradients, from a plan; one that cannot have one runs as it is, counted, and told once."""
+    try:
+        batch = state.calls.bind(args, kwargs)
+        state.calls.casts.own_forward()
+        return planned_forward(state, model, batch)
+    except (CaptureError, BudgetTooSmall) as error:
+        state.reports.on_fallback(Fallback.FORWARD, str(error))
+        state.reports.say_once(f"a forward without gradients runs without a plan, outside the memory budget: {error}")
     return _own_forward(state, args, kwargs)
 
 
@@ -222,8 +238,8 @@ def _attach(state: Session, model: torch.nn.Module) -> None:
     if state.frozen_for_prefill is None:
         _follow_optimizers(state, model)
     model.__dict__[STATE] = state
-    generate_prefill.install(state, model)
-    state.on_restore.append(watch_inner_forwards(state.reports, model))
+    generation.install(state, model)
+    state.on_restore += [watch_inner_forwards(state.reports, model), watch_merges(model)]
     patched = functools.update_wrapper(functools.partial(_forward, model), state.calls.forward)
     model.forward = patched
 
@@ -257,7 +273,7 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     state.updates.remove()
     state.close()
     forget_state(model)
-    generate_prefill.remove(model)
+    generation.remove(model)
     for undo in state.on_restore:
         undo()
     state.placement.undo()
@@ -289,8 +305,8 @@ def set_memory_budget(model: torch.nn.Module, budget: int | str) -> None:
     """Give a prepared model another ``memory_budget``: bytes, a size such as ``"6GiB"``, a share, or auto.
 
     It holds from the model's next step on; a step that waits for its backward is not touched. A smaller one gives
-    memory back as that step begins, or as the backward that runs ends. For a larger one a plan is made while steps go
-    on by the old one. Losses and gradients keep their bits. May be called in any thread.
+    memory back at once, or where a step is under way as its backward ends. For a larger one a plan is made while steps
+    go on by the old one. Losses and gradients keep their bits. May be called in any thread.
 
     Raises:
         ConfigError: the model is not prepared, the size makes no sense or is larger than the device, or the budget is
@@ -306,6 +322,7 @@ def set_memory_budget(model: torch.nn.Module, budget: int | str) -> None:
             "budgets are what a store grants; prepare(model, config) again with the other one"
         )
     state.budgets.grant.set(replace(config, memory_budget=budget).resolve().memory_budget)
+    state.budgets.shrink_if_idle()
 
 
 def stats(model: torch.nn.Module) -> dict[str, Any]:

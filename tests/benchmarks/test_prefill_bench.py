@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.engine.suite import Differs
+from benchmarks.prefill import unplanned
 from benchmarks.prefill.suite import PromptPair, PromptShape, main
 from benchmarks.report.pages import section
 from disco_accel.cli.main import main as cli
@@ -51,6 +53,26 @@ def test_a_wrong_bit_is_noticed() -> None:
     pair.last["planned"].past_key_values.layers[1].values[0, 0, 3, 5] += 1e-6
     with pytest.raises(Differs, match="planned"):
         pair.check("planned")
+
+
+def test_forwards_without_a_plan_are_measured_through_a_ring(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With eager's bits; other bits are noticed."""
+    words = ["--hidden", "64", "--layers", "2", "--tokens", "16", "--vocabulary", "128", "--rounds", "1"]
+    assert unplanned.main([*words, "--bandwidth", "1e8"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"| {engine} |" in shown for engine in ("in memory", "ring", "module by module"))
+    read = unplanned.read_eagerly
+    scale = iter((1.0, 1.5) * 9)
+    monkeypatch.setattr(unplanned, "read_eagerly", lambda model, ids: _scaled(read(model, ids), next(scale)))
+    assert unplanned.main(words) == 1
+    assert "differ from eager's" in capsys.readouterr().err
+
+
+def _scaled(output: Any, factor: float) -> Any:
+    output.logits = output.logits * factor
+    return output
 
 
 def test_streaming_takes_at_least_the_time_of_the_link() -> None:

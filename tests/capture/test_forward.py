@@ -12,8 +12,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from disco_accel.capture.step import capture_forward
 from disco_accel.errors import CaptureError
 from disco_accel.graph.copies import swaps_in
+from disco_accel.graph.value_numbering import clones
 from disco_accel.graph.values import arrives_at_gate, host_copy_exists, is_foreign
-from disco_accel.integrate.hf.planned_prefill import outside_arena, prefill_batch, traced_forward
+from disco_accel.integrate.hf.planned_prefill import prefill_batch, traced_forward
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.plan import make_plan
 from disco_accel.verify.static import verify
@@ -82,13 +83,46 @@ def test_a_prompt_of_32768_tokens_at_seven_billion_shapes_needs_no_memory() -> N
     batch = prefill_batch(model.forward, given)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     forward, contexts = traced_forward(model.forward), hf_contexts(model, batch)
-    step = capture_forward(model, batch, forward=forward, contexts=contexts, outside=outside_arena)
+    step = capture_forward(model, batch, forward=forward, contexts=contexts, outside=lambda _: True)
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 2**28
     assert_well_formed(step.graph)
     weights = sum(v.sizes[0] for v in step.graph.vertices if host_copy_exists(v))
-    outside = [step.graph.vertices[b.vertex] for b in step.bindings if b.source == "outside"]
-    assert all(is_foreign(v) for v in outside) and [o.name for o in step.outputs] == ["logits"]
+    copies = [b for b in step.bindings if b.source == "outside"]
+    outside = [step.graph.vertices[b.vertex] for b in copies if b.name != "logits"]
+    assert len(copies) == len(outside) + 1
+    assert all(is_foreign(v) for v in outside) and step.outputs == ()
     assert sum(v.sizes[0] for v in outside) == 5 * 2 * tokens * 32 * 128 * 2 > 2 * 2**30
     plan = make_plan(step.graph, memory=2 * 2**30, planner="build", cyclic=True)
     verify(step.graph, plan)
     assert weights > 2 * 2**30 and any(swaps_in(v) for v in plan.vertices)
+
+
+class _Counting(torch.nn.Module):
+    """Reads a state, adds to it where it lies, and reads it again; the same product twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 4), requires_grad=False)
+
+    def forward(self, state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        before, product = state * 2.0, x @ self.weight
+        state.add_(1.0)
+        return before + state * 2.0 + product + x @ self.weight
+
+
+def test_a_state_is_read_in_eagers_order_and_never_once_for_two() -> None:
+    model, batch = _Counting(), {"state": torch.zeros(4, 4), "x": torch.randn(4, 4)}
+    step = capture_forward(
+        model, batch, forward=lambda **given: {"y": model(**given)}, changed=lambda name: name == "state"
+    )
+    state = next(b.vertex for b in step.bindings if b.name == "state")
+    first, change, second = (v for v in step.graph.vertices if any(ref[0] == state for ref in v.inputs))
+    assert (first.op, change.op, second.op) == ("aten::mul", "aten::add_", "aten::mul")
+    assert change.after == (first.id,) and second.after == (change.id,) and change.keep
+    assert [step.graph.ops[clone.vertex].name for clone in clones(step.graph)] == ["aten::mm"]
+
+
+def test_a_state_that_may_not_change_is_refused_by_name() -> None:
+    model, batch = _Counting(), {"state": torch.zeros(4, 4), "x": torch.randn(4, 4)}
+    with pytest.raises(CaptureError, match="changes an input"):
+        capture_forward(model, batch, forward=lambda **given: {"y": model(**given)})

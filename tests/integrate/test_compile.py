@@ -111,7 +111,7 @@ def test_it_is_told_once_and_undone_by_restore(caplog: pytest.LogCaptureFixture)
 
 
 def test_layers_are_compiled_again_where_no_plan_runs() -> None:
-    """Tracing a step leaves the user's compilation of parts alone: eager evaluation still uses it."""
+    """Tracing leaves the user's compilation of parts alone: a model that is restored still uses it."""
     compilations = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -124,8 +124,11 @@ def test_layers_are_compiled_again_where_no_plan_runs() -> None:
     model(**batch()).loss.backward()
     assert not compilations and stats(model)["steps_compiled"] == 1
     with torch.no_grad():
-        planless = model(**batch()).loss
-    assert compilations and torch.allclose(planless, tiny_lora(**SMALL)(**batch()).loss)
+        planned = model(**batch()).loss
+        assert not compilations and stats(model)["forwards_planned"] == 1
+        planless = restore(model)(**batch()).loss
+    eager = tiny_lora(**SMALL)(**batch()).loss
+    assert compilations and torch.allclose(planless, eager) and torch.equal(planned, eager)
 
 
 def test_a_compiled_loss_and_a_compiled_optimizer_step_go_on() -> None:

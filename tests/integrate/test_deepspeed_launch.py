@@ -157,7 +157,7 @@ accelerator.backward(model(**random_batch(32, length=8)).loss)
 assert stats(model)["steps_compiled"] == 1
 print([name for name in sys.modules if name.partition(".")[0] == "deepspeed"])
 """
-    done = subprocess.run(forkserver.program(program, tmp_path), capture_output=True, text=True, timeout=500)
+    done = subprocess.run(forkserver.program(program, tmp_path), capture_output=True, text=True, timeout=1500)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
@@ -171,5 +171,5 @@ exit_status.install()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 raise ConfigError("memory_budget: too much")
 """
-    done = subprocess.run(forkserver.program(program, tmp_path), capture_output=True, text=True, timeout=500)
+    done = subprocess.run(forkserver.program(program, tmp_path), capture_output=True, text=True, timeout=1500)
     assert (done.returncode, done.stderr) == (2, "disco-accel: ConfigError: memory_budget: too much\n")

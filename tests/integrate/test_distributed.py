@@ -95,7 +95,7 @@ def launch(entry: str, folder: Path) -> subprocess.CompletedProcess[str]:
         # It would keep accelerate from using DeepSpeed.
         del variables["ACCELERATE_USE_CPU"]
     words = [str(forkserver.start() / command), *rest]
-    return subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, timeout=500)
+    return subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, timeout=1500)
 
 
 @cache

@@ -55,7 +55,7 @@ def extensions() -> str:
 
 def run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     changed = environment() | variables
-    return subprocess.run(command, cwd=folder, env=changed, capture_output=True, text=True, timeout=500)
+    return subprocess.run(command, cwd=folder, env=changed, capture_output=True, text=True, timeout=1500)
 
 
 def served(entry: str) -> list[str]:
@@ -151,7 +151,7 @@ def test_ctrl_c_reaches_the_script_and_the_launcher_waits_for_it(folder: Path) -
             assert process.poll() is None
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=500)
+        _, errors = process.communicate(timeout=1500)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

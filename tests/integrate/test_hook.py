@@ -149,7 +149,7 @@ def test_import_torch_loads_the_patches_only_for_a_launched_process(variables: d
     program = "import torch, sys; print('disco_accel.integrate.accelerate.patches' in sys.modules)"
     clean = {k: v for k, v in os.environ.items() if not k.startswith("DISCO_")}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=clean | variables, capture_output=True, text=True, timeout=500
+        [sys.executable, "-c", program], env=clean | variables, capture_output=True, text=True, timeout=1500
     )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(loaded), "")
 
@@ -271,7 +271,7 @@ def test_user_errors_end_with_status_2_and_one_line() -> None:
         "from disco_accel.integrate.launch import exit_status; exit_status.install()\n"
         "from disco_accel.errors import BudgetTooSmall; raise BudgetTooSmall(3, 2)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=1500)
     assert done.returncode == 2
     assert done.stderr.startswith("disco-accel: BudgetTooSmall: ") and done.stderr.count("\n") == 1
 
@@ -286,7 +286,7 @@ def test_a_child_that_spoke_is_not_repeated_and_other_errors_keep_their_tracebac
         "from disco_accel.integrate.launch import exit_status; exit_status.install()\n"
         f"from subprocess import CalledProcessError; raise {error}"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=1500)
     assert done.returncode == status
     assert ("Traceback" in done.stderr) is not quiet
 

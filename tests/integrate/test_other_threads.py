@@ -80,7 +80,7 @@ def _during_a_capture(work: Callable[[], Any], model: nn.Module | None = None) -
 
     def meanwhile() -> None:
         thread, results = _in_thread(work)
-        thread.join(timeout=60)
+        thread.join(timeout=600)
         found.extend(results)
 
     model = prepare(_Paused() if model is None else model, config())

@@ -37,7 +37,7 @@ print(json.dumps({"cache": seen["plan_cache"], "plan": seen["compile_seconds"]["
 def result(folder: Path, planner: str, layers: int) -> dict[str, Any]:
     """What the program printed, run in a process of its own."""
     command = forkserver.program(PROGRAM, folder.parent, str(folder), planner, str(layers))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

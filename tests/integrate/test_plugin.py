@@ -232,8 +232,8 @@ def test_prepare_twice_and_restore() -> None:
     assert_same(train(model), train(tiny_lora()))
 
 
-def test_evaluation_uses_the_models_own_forward() -> None:
-    """Under no_grad the output is the model's own, logits included, and a pending step survives it."""
+def test_evaluation_between_forward_and_backward_changes_neither() -> None:
+    """Under no_grad the output is eager's, logits included, and a pending step survives it."""
     model, eager = prepare(tiny_lora(), config()), tiny_lora()
     loss = model(**random_batch()).loss
     with torch.no_grad():

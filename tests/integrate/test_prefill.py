@@ -44,6 +44,11 @@ def generated(model: Any, inputs: dict[str, torch.Tensor], tokens: int = 1, **ke
     )
 
 
+def reasons(model: Any) -> list[str]:
+    """Why forwards ran without a plan, but for decoding with a cache that grows."""
+    return [reason for reason in stats(model)["fallbacks"] if "a cache that grows" not in reason]
+
+
 def assert_same_cache(got: Any, expected: Any) -> None:
     assert len(got.layers) == len(expected.layers) > 0
     for ours, eagers in zip(got.layers, expected.layers, strict=True):
@@ -66,7 +71,7 @@ def test_every_family_has_eagers_cache_logits_and_tokens(family: str) -> None:
     assert torch.equal(ours.sequences, theirs.sequences)
     assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True))
     assert stats(planned)["plans"] == 1, "prefill() and generate share it"
-    assert stats(planned)["prefills"] == 2 and stats(planned)["fallbacks"] == []
+    assert stats(planned)["prefills"] == 2 and reasons(planned) == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -85,7 +90,7 @@ def test_chunks_are_eagers_chunks_and_the_whole_prompt_to_rounding(family: str) 
     assert torch.equal(
         generated(planned, inputs, 4, prefill_chunk_size=7).sequences, generated(eager, inputs, 4).sequences
     )
-    assert stats(planned)["plans"] == 3 and stats(planned)["fallbacks"] == []
+    assert stats(planned)["plans"] == 3 and reasons(planned) == []
 
 
 def test_a_cache_can_be_continued_by_prefill_and_by_generate() -> None:
@@ -104,7 +109,7 @@ def test_a_cache_can_be_continued_by_prefill_and_by_generate() -> None:
     inputs = {"input_ids": more, "attention_mask": torch.ones_like(more)}
     ours = generated(planned, inputs, 4, past_key_values=cache)
     assert torch.equal(ours.sequences, generated(eager, inputs, 4, past_key_values=expected).sequences)
-    assert stats(planned)["fallbacks"] == [] and stats(planned)["prefills"] == 3
+    assert reasons(planned) == [] and stats(planned)["prefills"] == 3
 
 
 def test_a_pending_training_step_survives(caplog: pytest.LogCaptureFixture) -> None:
@@ -256,17 +261,21 @@ def test_each_adapter_state_has_its_plan() -> None:
     assert stats(planned)["plans"] == 2
 
 
+class _OtherCache(DynamicCache):
+    """Of a class that no plan knows."""
+
+
 def test_generate_says_once_what_it_cannot_plan(caplog: pytest.LogCaptureFixture) -> None:
     eager = tiny_lora(**SMALL).eval()
     planned = prepare(copy.deepcopy(eager), ROOMY)
     for _ in range(2):
-        ours = generated(planned, prompt(), 3, cache_implementation="static")
-        assert torch.equal(ours.sequences, generated(eager, prompt(), 3, cache_implementation="static").sequences)
-    assert stats(planned)["prefills"] == 0 and len(stats(planned)["fallbacks"]) == 1
+        ours, eagers = (generated(m, prompt(), 3, past_key_values=_OtherCache()) for m in (planned, eager))
+        assert torch.equal(ours.sequences, eagers.sequences)
+    assert stats(planned)["prefills"] == 0 and len(reasons(planned)) == 1
     assert len([m for m in caplog.messages if "without a plan" in m]) == 1
-    assert len([m for m in caplog.messages if "without a plan" in m and "StaticCache" in m]) == 1
+    assert len([m for m in caplog.messages if "without a plan" in m and "_OtherCache" in m]) == 1
     generated(planned, prompt(), 2, use_cache=False)
-    assert any("use_cache" in reason for reason in stats(planned)["fallbacks"])
+    assert any("use_cache" in reason for reason in reasons(planned))
 
 
 def test_decoding_that_guesses_tokens_says_once_that_its_prompt_has_no_plan(caplog: pytest.LogCaptureFixture) -> None:
@@ -277,7 +286,7 @@ def test_decoding_that_guesses_tokens_says_once_that_its_prompt_has_no_plan(capl
         ours = generated(planned, inputs, 6, prompt_lookup_num_tokens=2)
         assert torch.equal(ours.sequences, generated(eager, inputs, 6, prompt_lookup_num_tokens=2).sequences)
     assert len([m for m in caplog.messages if "prompt_lookup_num_tokens" in m]) == 1
-    assert stats(planned)["prefills"] == 0 and len(stats(planned)["fallbacks"]) == 1
+    assert stats(planned)["prefills"] == 0 and len(reasons(planned)) == 1
     restore(planned)
     assert "_get_candidate_generator" not in planned.get_base_model().__dict__
 
@@ -308,7 +317,7 @@ def test_beams_and_sampling_start_from_a_plan() -> None:
             torch.manual_seed(1)
             found.append(model.generate(**prompt(), max_new_tokens=5, pad_token_id=0, **keys))
         assert torch.equal(*found)
-    assert stats(planned)["prefills"] == 2 and stats(planned)["fallbacks"] == []
+    assert stats(planned)["prefills"] == 2 and reasons(planned) == []
 
 
 def test_a_prompt_that_does_not_fit_is_refused_by_generate_too() -> None:

@@ -133,7 +133,7 @@ else:
 )
 def test_a_process_ends_as_its_script_says(way: str, status: int, last: str, tmp_path: Path) -> None:
     """Threads of ours are in C++ at the end: they are stopped and waited for, or CPython would abort the process."""
-    done = subprocess.run(forkserver.program(_SCRIPT, tmp_path, way), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(forkserver.program(_SCRIPT, tmp_path, way), capture_output=True, text=True, timeout=600)
     said = done.stderr.splitlines()
     assert done.returncode in (status, 128 - status) if status < 0 else done.returncode == status, done.stderr
     assert said[-1:] == ([last] if last else []), done.stderr

@@ -46,7 +46,7 @@ def start(folder: Path, mode: str, rank: int) -> subprocess.Popen[str]:
 
 def ended(processes: list[subprocess.Popen[str]], folder: Path) -> list[dict[str, Any]]:
     for process in processes:
-        _, shown = process.communicate(timeout=200)
+        _, shown = process.communicate(timeout=1200)
         assert process.returncode == 0, shown[-3000:]
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(len(processes))]
 
@@ -116,7 +116,7 @@ def test_a_rank_that_is_killed_leaves_its_memory_to_one_that_waits(tmp_path: Pat
         os.kill(first, signal.SIGKILL)
         # The other gets it, and goes on until it misses the first in the exchange.
         until(lambda: jobs().get(waits, 1) > 0)
-        said = [process.communicate(timeout=60)[1] for process in processes]
+        said = [process.communicate(timeout=600)[1] for process in processes]
         assert all(process.returncode != 0 for process in processes)
         assert any("waiting for other jobs" in text for text in said)
         until(lambda: watch.stats()["jobs"] == 0)
@@ -133,7 +133,7 @@ def test_a_job_that_is_killed_in_the_middle_of_claims_leaves_nothing(tmp_path: P
             for process in processes:
                 process.kill()
             for process in processes:
-                process.communicate(timeout=60)
+                process.communicate(timeout=600)
             until(lambda: watch.stats()["jobs"] == 0)
             assert [watch.stats()[key] for key in ("budgets", "host_used", "device_used")] == [0, 0, 0]
             (tmp_path / "meeting").unlink(missing_ok=True)

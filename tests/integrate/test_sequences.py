@@ -60,10 +60,14 @@ class Pair:
             batch["attention_mask"][0, -3:], batch["labels"][0, -3:] = 0, -100
         return batch
 
+    def padded(self, batch: Batch) -> Batch:
+        """``batch`` as the prepared model pads it."""
+        return padded(batch, min(n for n in BUCKETS if n >= batch["input_ids"].shape[1]))
+
     def step(self, model: Any, batch: Batch) -> Any:
         """The output of a step; the eager model gets what the prepared one makes of the batch."""
         if model is self.models[1]:
-            batch = padded(batch, min(n for n in BUCKETS if n >= batch["input_ids"].shape[1]))
+            batch = self.padded(batch)
         with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
             return model(**batch)
 
@@ -141,19 +145,33 @@ def loss_outside(pair: Pair) -> None:
     pair.same(run)
 
 
-def evaluation(pair: Pair) -> None:
-    """Under no_grad nothing is padded."""
-    batch, adapter = pair.batch(), pair.rng.random() < 0.7
+def without_gradients(pair: Pair, forward: Callable[[Any, Batch], Any]) -> None:
+    """``forward``, padded like a step, unless it runs without a plan."""
+    own = pair.batch()
+    length, before = own["input_ids"].shape[1], stats(pair.models[0])["forwards_unplanned"]
 
     def run(model: Any) -> Results:
-        training = model.training
-        model.eval()
-        with torch.no_grad(), nullcontext() if adapter else model.disable_adapter():
-            output = model(**batch)
-        model.train(training)
-        return {"loss": output.loss, "logits": output.logits}
+        planned = stats(pair.models[0])["forwards_unplanned"] == before
+        batch = pair.padded(own) if model is pair.models[1] and planned else own
+        with torch.no_grad():
+            output = forward(model, batch)
+        return {"loss": output.loss, "logits": output.logits[:, :length]}
 
     pair.same(run)
+
+
+def evaluation(pair: Pair) -> None:
+    adapter = pair.rng.random() < 0.7
+
+    def forward(model: Any, batch: Batch) -> Any:
+        training = model.training
+        model.eval()
+        with nullcontext() if adapter else model.disable_adapter():
+            output = model(**batch)
+        model.train(training)
+        return output
+
+    without_gradients(pair, forward)
 
 
 def step_without_adapter(pair: Pair) -> None:
@@ -216,11 +234,9 @@ def write_base(pair: Pair) -> None:
 
 
 def merge_and_unmerge(pair: Pair) -> None:
-    batch = pair.batch()
     for model in pair.models:
         model.merge_adapter()
-    with torch.no_grad():
-        pair.same(lambda model: {"logits": model(**batch).logits})
+    without_gradients(pair, lambda model, batch: model(**batch))
     for model in pair.models:
         model.unmerge_adapter()
 

@@ -129,7 +129,7 @@ with interrupt_when_waiting():
 def _run_script(source: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs ``source`` in a process of its own; hanging is a failure."""
     command = forkserver.program(source, folder, *arguments)
-    return subprocess.run(command, capture_output=True, text=True, timeout=500)
+    return subprocess.run(command, capture_output=True, text=True, timeout=1500)
 
 
 def test_ctrl_c_in_forward_and_backward(tmp_path: Path) -> None:

@@ -76,8 +76,19 @@ class Buckets:
         """``batch`` as it is: ``fitted`` does not fit the budget, and no batch padded like it will be tried again."""
         rows, target = fitted.batch["input_ids"].shape
         self._too_large.add((rows, target))
-        self._say(f"{rows} x {target} tokens exceed memory_budget: what would be padded so keeps its own length")
+        return self.keep_length(
+            fitted,
+            batch,
+            f"{rows} x {target} tokens exceed memory_budget: what would be padded so keeps its own length",
+        )
+
+    def keep_length(self, fitted: FittedBatch, batch: Mapping[str, Any], reason: str) -> FittedBatch:
+        """``batch`` as it is: ``fitted`` did not run, for ``reason``, which is logged once."""
+        rows, target = fitted.batch["input_ids"].shape
+        self._say(reason)
         self._steps -= 1
+        if not self._steps:
+            self._targets.clear()
         self._tokens -= rows * target
         self._padding -= rows * (target - batch["input_ids"].shape[1])
         return FittedBatch(batch)

@@ -28,6 +28,8 @@ class HuggingFace:
     def __init__(self, buckets: str | tuple[int, ...]) -> None:
         """``buckets``: as in ``disco_config``."""
         self.buckets = Buckets(buckets)
+        self.forward_buckets = Buckets(buckets)
+        """Of forwards without gradients: the bits of training do not hang on the lengths of an evaluation."""
 
     def contexts(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> list[ContextFactory]:
         """As ``training_contexts``."""
@@ -40,6 +42,16 @@ class HuggingFace:
     def give_up(self, fitted: FittedBatch, batch: Mapping[str, Any]) -> FittedBatch:
         """``batch`` as it is: its bucket does not fit the budget."""
         return self.buckets.give_up(fitted, batch)
+
+    def fit_forward(self, model: torch.nn.Module, batch: Mapping[str, Any], fields: Collection[str]) -> FittedBatch:
+        """As ``fit``, for a forward without gradients."""
+        return self.forward_buckets.fit(model, batch, fields)
+
+    def keep_length(self, fitted: FittedBatch, batch: Mapping[str, Any], reason: str | None) -> FittedBatch:
+        """``batch`` as it is, after ``fit_forward``."""
+        if reason is None:
+            return self.forward_buckets.give_up(fitted, batch)
+        return self.forward_buckets.keep_length(fitted, batch, reason)
 
     def in_parts(self, model: torch.nn.Module, fitted: FittedBatch, count: int) -> FittedBatch | str:
         """As ``batch_parts.in_parts``."""
@@ -59,7 +71,7 @@ class HuggingFace:
 
     def stats(self) -> dict[str, Any]:
         """The figures of bucketing."""
-        return {"buckets": self.buckets.as_dict()}
+        return {"buckets": self.buckets.as_dict(), "forward_buckets": self.forward_buckets.as_dict()}
 
 
 class _Observer(Observer):

@@ -20,7 +20,9 @@ Windows = tuple[int, ...]
 def check_cache(cache: Any) -> None:
     """Raise CaptureError, naming the class, for a cache that a plan cannot fill."""
     if type(cache) is not DynamicCache:
-        raise CaptureError(f"past_key_values: a {type(cache).__name__} cannot be planned; pass a DynamicCache or none")
+        raise CaptureError(
+            f"past_key_values: a {type(cache).__name__} cannot be planned; pass a DynamicCache, a StaticCache or none"
+        )
     if getattr(cache, "offloading", False):
         raise CaptureError("past_key_values: one that offloads itself cannot be planned; set offloading=False")
     for index, layer in enumerate(cache.layers):
@@ -28,6 +30,14 @@ def check_cache(cache: Any) -> None:
             raise CaptureError(f"past_key_values: layer {index} is a {type(layer).__name__}, which cannot be planned")
         if getattr(layer, "record_past", False):
             raise CaptureError(f"past_key_values: layer {index} records its past, for assisted decoding")
+
+
+def tokens_of(batch: Mapping[str, Any]) -> int:
+    """How many tokens a forward on ``batch`` adds to a cache. Raises CaptureError where that is not known."""
+    tokens = next((batch[n] for n in ("input_ids", "inputs_embeds") if batch.get(n) is not None), None)
+    if not isinstance(tokens, torch.Tensor):
+        raise CaptureError("input_ids: a planned forward that fills a cache needs input_ids or inputs_embeds")
+    return int(tokens.shape[1])
 
 
 def past_of(cache: DynamicCache) -> Past:
@@ -48,6 +58,11 @@ def windows_of(cache: DynamicCache) -> Windows:
     return tuple(int(getattr(layer, "sliding_window", 0)) for layer in cache.layers)
 
 
+def cache_arguments(cache: DynamicCache) -> dict[str, Any]:
+    """The contents of ``cache`` as arguments of a traced forward."""
+    return {"past": past_of(cache), "windows": windows_of(cache), "length": int(cache.get_seq_length())}
+
+
 class TracedCache(DynamicCache):
     """A cache with the contents of another that clones a forward's additions: ``added``, by the names of ``fill``."""
 
@@ -65,6 +80,11 @@ class TracedCache(DynamicCache):
                 layer.keys, layer.values = held
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = length
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> TracedCache:
+        """With the contents that ``cache_arguments`` has put among ``arguments``, which are taken out."""
+        return cls(*(arguments.pop(name) for name in ("past", "windows", "length")))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

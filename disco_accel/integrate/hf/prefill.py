@@ -13,9 +13,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import ConfigError
-from disco_accel.integrate.hf.generate_prefill import generating_model, own_forward
+from disco_accel.integrate.hf.generation import generating_model, own_forward
 from disco_accel.integrate.hf.kv_cache import check_cache
-from disco_accel.integrate.hf.planned_prefill import planned_forward
+from disco_accel.integrate.hf.planned_prefill import planned_prompt
 from disco_accel.integrate.prepare import prepare_frozen, restore
 from disco_accel.step.run.session import Session, find_state
 
@@ -72,7 +72,7 @@ def prefill(
         # As generate numbers them: padding does not count.
         positions = (visible.long().cumsum(-1) - 1).masked_fill(visible == 0, 0)[:, past + start :]
         inputs = {"input_ids": input_ids[:, start:end], "attention_mask": visible, "position_ids": positions}
-        output = planned_forward(state, model, forward, {**inputs, "past_key_values": cache})
+        output = planned_prompt(state, model, forward, {**inputs, "past_key_values": cache})
     assert output is not None, "a prompt has a token"
     return output
 

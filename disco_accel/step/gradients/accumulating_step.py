@@ -89,7 +89,7 @@ def accumulating_step(
     more = extended(plain, accumulate=True, norms=norms)
     recorded = time.perf_counter()
     say(f"planning {len(more.captured.graph.ops)} kernels, {len(more.old)} of them sums of gradients")
-    planned = plan_if_it_fits(more.captured, plain.budget, plain.settings)
+    planned = plan_if_it_fits(more.captured, plain.budget, plain.settings_beside)
     if planned is None or plain.host_bytes(planned.plan) > host_memory:
         # Where norms have no room in the budget, sums may have.
         return accumulating_step(plain, False, host_memory, say) if norms else None

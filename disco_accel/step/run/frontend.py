@@ -29,6 +29,13 @@ class Frontend(Protocol):
     def give_up(self, fitted: FittedBatch, batch: Mapping[str, Any]) -> FittedBatch:
         """``batch`` as it is: ``fitted`` does not fit the budget."""
 
+    def fit_forward(self, model: torch.nn.Module, batch: Mapping[str, Any], fields: Collection[str]) -> FittedBatch:
+        """As ``fit``, for a forward without gradients. ``fields``: those of results of such forwards that could not be
+        cut; others are cut."""
+
+    def keep_length(self, fitted: FittedBatch, batch: Mapping[str, Any], reason: str | None) -> FittedBatch:
+        """``batch`` as it is: a forward on ``fitted`` cannot be planned, for ``reason``, or exceeds the budget."""
+
     def in_parts(self, model: torch.nn.Module, fitted: FittedBatch, count: int) -> FittedBatch | str:
         """``fitted`` in ``count`` parts, with all that makes its loss the sum of theirs; or why not, in words."""
 

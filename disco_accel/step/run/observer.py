@@ -19,8 +19,8 @@ class Fallback(enum.StrEnum):
     """The gradients of an output that no plan could differentiate."""
     INNER_FORWARD = "inner forward"
     """A module inside a prepared model that was called past the model."""
-    PREFILL = "prefill"
-    """A forward of ``generate`` that reads the prompt."""
+    FORWARD = "forward"
+    """A forward without gradients."""
 
 
 class Observer:
@@ -42,8 +42,8 @@ class Observer:
     def on_backward(self, step: CompiledStep) -> None:
         """The backward of a planned step has returned the gradients."""
 
-    def on_prefill(self, step: CompiledStep) -> None:
-        """A planned forward without gradients has returned its outputs."""
+    def on_forward(self, step: CompiledStep, kind: str) -> None:
+        """A planned forward without gradients has returned its outputs. ``kind``: as of ``ForwardRequest``."""
 
     def on_fallback(self, kind: Fallback, reason: str) -> None:
         """Something is about to run without a plan, in eager mode, for ``reason``."""

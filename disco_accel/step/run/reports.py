@@ -29,9 +29,12 @@ class RunCounts(Observer):
     steps_eager: int = 0
     plan_hits: int = 0
     prefills: int = 0
+    forwards_planned: int = 0
+    """Forwards without gradients, prefills among them."""
+    forwards_unplanned: int = 0
     inner_forwards: int = 0
     fallbacks: list[str] = field(default_factory=list)
-    """Reasons of steps and prefills without a plan."""
+    """Reasons of steps and forwards without a plan."""
     plans: int = 0
     without_gradient: list[str] = field(default_factory=list)
 
@@ -44,13 +47,15 @@ class RunCounts(Observer):
     def on_step(self, step: CompiledStep) -> None:
         self.steps_compiled += 1
 
-    def on_prefill(self, step: CompiledStep) -> None:
-        self.prefills += 1
+    def on_forward(self, step: CompiledStep, kind: str) -> None:
+        self.forwards_planned += 1
+        self.prefills += kind == "prefill"
 
     def on_fallback(self, kind: Fallback, reason: str) -> None:
         self.steps_eager += kind is Fallback.STEP
         self.inner_forwards += kind is Fallback.INNER_FORWARD
-        if kind in (Fallback.STEP, Fallback.PREFILL) and reason not in self.fallbacks:
+        self.forwards_unplanned += kind is Fallback.FORWARD
+        if kind in (Fallback.STEP, Fallback.FORWARD) and reason not in self.fallbacks:
             self.fallbacks.append(reason)
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,9 +132,9 @@ class Reports(Observer):
         for observer in self._all():
             observer.on_backward(step)
 
-    def on_prefill(self, step: CompiledStep) -> None:
+    def on_forward(self, step: CompiledStep, kind: str) -> None:
         for observer in self._all():
-            observer.on_prefill(step)
+            observer.on_forward(step, kind)
 
     def on_fallback(self, kind: Fallback, reason: str) -> None:
         for observer in self._all():

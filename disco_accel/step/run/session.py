@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,12 +14,14 @@ import torch
 
 from disco_accel.config.machine_devices import numbers_on_machine, run_of_launcher
 from disco_accel.config.settings import DiscoConfig, Settings, shared_weights_folder
+from disco_accel.errors import BudgetTooSmall
 from disco_accel.native.backend import backend_of, release_workspaces, run_device
 from disco_accel.observe.log_to_stderr import show_messages
 from disco_accel.step.budget.engine_memory import EngineMemory
 from disco_accel.step.budget.grant_source import shared_grants
 from disco_accel.step.budget.moving_budget import MovingBudget
 from disco_accel.step.budget.plan_loader import PlanLoader
+from disco_accel.step.budget.unplanned_room import unplanned_room
 from disco_accel.step.capture_lock import Gate
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.gradients.accumulation import Accumulation, ModelGradients
@@ -33,8 +37,10 @@ from disco_accel.step.optimizer_home import (
 from disco_accel.step.placement.distributed import FrozenSharing
 from disco_accel.step.placement.gradient_memory import GradientMemory
 from disco_accel.step.placement.model_placement import Placement
+from disco_accel.step.placement.unplanned import UnplannedMemory
 from disco_accel.step.run.arguments import BindArguments, binder_of
 from disco_accel.step.run.frontend import Frontend
+from disco_accel.step.run.new_shapes import NewShapes
 from disco_accel.step.run.one_backward import CastRegions
 from disco_accel.step.run.output_usage import UsageByStep
 from disco_accel.step.run.reports import Reports, plan_figures
@@ -49,7 +55,7 @@ STATE = "_disco_state"
 
 
 @dataclass(frozen=True)
-class ModelSetup:
+class _ModelSetup:
     """The config of a model with its meaning on this machine, and where the trained weights, of ``sizes``, are updated.
     ``host_claims`` tells a store of memory held on the host, if there is one to tell."""
 
@@ -62,7 +68,7 @@ class ModelSetup:
     host_claims: HostClaims | None
 
     @classmethod
-    def of(cls, model: torch.nn.Module, config: DiscoConfig, frontend: Frontend, *, trains: bool) -> ModelSetup:
+    def of(cls, model: torch.nn.Module, config: DiscoConfig, frontend: Frontend, *, trains: bool) -> _ModelSetup:
         """Of ``model``. Raises ConfigError where a key does not fit the machine."""
         settings = config.resolve()
         first = "".join(f":{index}" for index in settings.gpus[:1])
@@ -88,7 +94,7 @@ class ModelSetup:
 
 
 @dataclass
-class ModelCalls:
+class _ModelCalls:
     """The memory of a model's calls. ``forward``: the model's own. ``gate``: between forwards that run without a plan
     and captures."""
 
@@ -100,8 +106,13 @@ class ModelCalls:
     verifier: StepVerifier
     effects: Effects = field(default_factory=Effects)
     """The side effects of the model's forwards."""
+    new_shapes: NewShapes = field(default_factory=NewShapes)
     refused: dict[tuple[Hashable, ...], str] = field(default_factory=dict)
     """Keys for which no plan can be made, with the reasons."""
+    too_small: dict[tuple[Hashable, ...], tuple[int, BudgetTooSmall]] = field(default_factory=dict)
+    """Keys of forwards without gradients → the largest budget that was too small, in bytes, and the refusal."""
+    padded_fields: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Forwards without gradients, in words → fields of their results from which padding cannot be taken."""
     parallel: dict[StepKey, str] = field(default_factory=dict)
     """The fastest way on several devices of each step, where ``parallel: auto`` has looked for it."""
     last_fallback: tuple[StepKey, str] | None = None
@@ -116,12 +127,15 @@ class Session:
 
     def __init__(self, model: torch.nn.Module, config: DiscoConfig, frontend: Frontend, *, trains: bool = True) -> None:
         show_messages(config.quiet)
-        self.setup = setup = ModelSetup.of(model, config, frontend, trains=trains)
+        self.setup = setup = _ModelSetup.of(model, config, frontend, trains=trains)
         self.reports = Reports(model, frontend.observer, config.report_dir, setup.settings.link_bandwidth)
         say_once, made = self.reports.say_once, self.reports.on_plan
         self.memory = EngineMemory(setup.device, setup.settings.gpus, setup.host_claims)
         sharing = FrozenSharing(shared_weights_folder(), say_once) if config.share_weights else None
-        self.placement = Placement(model, setup.device, trained_on_host=setup.trained_on_host, sharing=sharing)
+        trained = setup.sizes.training if trains and not setup.trained_on_host else 0
+        unplanned = _unplanned_memory(self, trained)
+        on_host = setup.trained_on_host
+        self.placement = Placement(model, setup.device, trained_on_host=on_host, sharing=sharing, unplanned=unplanned)
         self.updates = updates = PlannedUpdates(self.memory.plans, say_once, made, setup.host_memory, config.update_on)
         gate, name = Gate(), self.reports.messages.name
         verifier = StepVerifier(config.verify_steps, model.forward, gate, self.memory, self.placement, name)
@@ -130,7 +144,7 @@ class Session:
         self.loader = PlanLoader(self.memory, self.placement, self.gradients.memory, self.budgets, updates)
         casts = CastRegions(model, lambda: updates.waiting, say_once if config.on_unsupported == "eager" else None)
         usage = UsageByStep(frontend.usual_outputs)
-        self.calls = ModelCalls(model.forward, binder_of(model), gate, usage, casts, verifier)
+        self.calls = _ModelCalls(model.forward, binder_of(model), gate, usage, casts, verifier)
         self.frozen_for_prefill: list[torch.nn.Parameter] | None = None
         """The parameters that ``prepare_frozen`` froze; None in training."""
         self.on_restore: list[Callable[[], None]] = []
@@ -162,6 +176,7 @@ class Session:
         frontend, claims = self.setup.frontend, self.setup.host_claims
         result: dict[str, Any] = {**self.reports.counts.as_dict(), **frontend.stats(), **self.updates.stats()}
         result |= self.gradients.accumulation.stats() | self.gradients.norms.stats()
+        result |= self.placement.stats()
         result["budget_bytes"] = self.budgets.grant.total
         result |= self.budgets.stats()
         if claims is not None:
@@ -175,7 +190,7 @@ class Session:
 
 
 def _gradients(
-    setup: ModelSetup, memory: EngineMemory, reports: Reports, verifier: StepVerifier, *, trains: bool
+    setup: _ModelSetup, memory: EngineMemory, reports: Reports, verifier: StepVerifier, *, trains: bool
 ) -> ModelGradients:
     watched = update_asked(setup.config) != "step"
     gradients = GradientMemory(setup.device, setup.settings.host_memory, watched=watched, masters=setup.sizes.beside)
@@ -187,14 +202,34 @@ def _gradients(
     return ModelGradients(gradients, norms, accumulation)
 
 
-def _budgets(setup: ModelSetup, memory: EngineMemory) -> MovingBudget:
+def _unplanned_memory(session: Session, trained: int) -> UnplannedMemory:
+    """``trained``: bytes of the budget that training takes on the device outside of plans."""
+    reference = weakref.ref(session)
+
+    def room(wanted: int) -> int:
+        now = reference()
+        return 0 if now is None else unplanned_room(now.memory, now.budgets.grant.total, trained, wanted)
+
+    def budget() -> int:
+        now = reference()
+        return sys.maxsize if now is None else now.budgets.grant.total
+
+    def say(warning: str) -> None:
+        now = reference()
+        if now is not None:
+            now.reports.say_once(warning)
+
+    return UnplannedMemory(session.setup.device, room, budget, say)
+
+
+def _budgets(setup: _ModelSetup, memory: EngineMemory) -> MovingBudget:
     given, shared = setup.settings.memory_budget, setup.config.memory_budget == "shared"
     source = shared_grants(_machine_devices(setup), run_of_launcher()) if shared else None
     most = None if source is None else source.most()
     return MovingBudget(memory, source, given if most is None else min(given, most), setup.host_memory)
 
 
-def _machine_devices(setup: ModelSetup) -> Sequence[int]:
+def _machine_devices(setup: _ModelSetup) -> Sequence[int]:
     """Numbers of the devices that steps run on; those of host memory have some of their own, as in a plan."""
     if not backend_of(setup.device).separate_memory:
         return range(setup.settings.devices)

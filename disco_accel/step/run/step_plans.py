@@ -27,6 +27,7 @@ from disco_accel.shortage import met_shortage
 from disco_accel.sizes import format_size
 from disco_accel.step.budget.engine_memory import PlanKey
 from disco_accel.step.capture_lock import Gate, capturing
+from disco_accel.step.compile.boundary import boundary_of
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.conductor import CompileOptions, PlanCheck, compile_step
 from disco_accel.step.compile.device_check import require_self_check
@@ -196,8 +197,7 @@ def _measure_fused(state: Session, key: Hashable) -> None:
     if backend_of(state.memory.device).separate_memory:
         # In memory of their own, which the budget covers too.
         state.memory.unload()
-    with typed_out_of_memory("measuring fused kernels"):
-        plan_sets.use_fused(key)
+    plan_sets.use_fused(key)
 
 
 def _gates(model: torch.nn.Module) -> list[Gate]:
@@ -233,6 +233,7 @@ def _made(
 def _compile_options(state: Session, contexts: Sequence[ContextFactory]) -> CompileOptions:
     if state.setup.config.without_effect:
         state.reports.say_once(state.setup.config.without_effect)
+    first = next(iter(state.memory.plans.values()), None)
     return CompileOptions(
         memory=state.budgets.grant.total,
         others=state.budgets.plan_sets.largest_outside,
@@ -261,6 +262,7 @@ def _compile_options(state: Session, contexts: Sequence[ContextFactory]) -> Comp
         chunks=state.setup.config.chunks,
         recompute=state.setup.config.recompute,
         fuse=state.setup.config.fuse == "auto",
+        boundary={} if first is None else boundary_of(first.captured, first.plan),
     )
 
 

@@ -93,6 +93,11 @@ class ModelState:
         """The state that a backward must find, if it runs Python code."""
         return self._last if self.runs_in_backward else None
 
+    @property
+    def last_seen(self) -> PythonState | None:
+        """The state that ``look`` has seen last."""
+        return self._last
+
     def snapshot(self, model: torch.nn.Module) -> PythonState:
         """The whole state now, also those parts that no forward was seen to read."""
         if self._last is not None and self._names is None and self._last.same():

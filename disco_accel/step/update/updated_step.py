@@ -120,7 +120,7 @@ def step_with_update(
         say(f"planning {len(graph.ops)} kernels, {len(updated.kernels)} of them updates")
         captured = more.captured.rewritten("updates", "of the weights, at the step's head", graph)
         step = replace(more, captured=captured, records={**more.records, **records})
-        planned = plan_if_it_fits(captured, plain.budget.with_arena(arena), plain.settings)
+        planned = plan_if_it_fits(captured, plain.budget.with_arena(arena), plain.settings_beside)
         if planned is None or plain.host_bytes(planned.plan) > host_memory:
             continue
         seconds = simulate(planned.plan, machine).makespan if len(choices) > 1 else 0.0

@@ -1,0 +1,215 @@
+"""Any forward of a prepared model without gradients, from a plan: evaluation, references, rewards, decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from disco_accel.capture.captured_step import CapturedStep
+from disco_accel.capture.fake_inputs import batch_tensors
+from disco_accel.capture.parts import named_parts
+from disco_accel.capture.storages import storage_key
+from disco_accel.errors import BudgetTooSmall, CaptureError
+from disco_accel.integrate.hf.forward_results import cut_result, result_of, take_apart, with_padding
+from disco_accel.integrate.hf.kv_cache import (
+    TracedCache,
+    cache_arguments,
+    check_cache,
+    fill,
+    room_to_fill,
+    tokens_of,
+)
+from disco_accel.integrate.hf.static_cache import (
+    ARGUMENT,
+    check_static,
+    fill_static,
+    is_static,
+    static_arguments,
+    static_cache_of,
+)
+from disco_accel.integrate.hf.tracing import hf_contexts
+from disco_accel.step.compile.budget_parts import leaving_bytes
+from disco_accel.step.compile.fitted_batch import FittedBatch
+from disco_accel.step.run.forwards import ForwardRequest, run_forward
+from disco_accel.step.state.step_key import state_number
+
+if TYPE_CHECKING:
+    from disco_accel.step.run.session import Session
+
+_CACHE = "past_key_values"
+_OF_CACHE = "cache "
+"""The names of a cache's new tensors begin with it: no path into a result does."""
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _CacheInPlan:
+    """A key/value cache that a forward is given, as its plan has it.
+
+    ``arguments``: its contents. ``traced``: takes them out of all arguments of a trace and makes a cache of them, with
+    new tensors in ``added``. ``fill``: gives these, and the ``counts`` of the traced one, to the user's cache.
+    ``beside``, ``releases``: as of ``ForwardRequest``.
+    """
+
+    arguments: dict[str, Any]
+    traced: Callable[[dict[str, Any]], Any]
+    fill: Callable[[Tensors, Any], None]
+    beside: Callable[[CapturedStep], int] = lambda _: 0
+    releases: bool = False
+
+
+def planned_forward(
+    state: Session, model: torch.nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None
+) -> Any:
+    """The result of the model's own forward on ``batch``, arguments by name, from a plan; a cache among them gets the
+    new keys and values. ``forward``: in place of the model's own, one of a module inside it.
+
+    Raises:
+        CaptureError: an argument, an op or a part of the result cannot be planned.
+        BudgetTooSmall: with ``needed`` and ``given`` as whole budgets.
+    """
+    if not state.memory.in_own_process:
+        raise CaptureError(
+            "this process was forked from the one that the model's engine runs in; start workers with 'spawn'"
+        )
+    if torch.is_grad_enabled() and _wants_gradients(model, batch):
+        raise CaptureError("requires_grad: something was unfrozen; call prepare(model, config) to train the model")
+    cache = batch.get(_CACHE)
+    forward = forward or state.calls.forward
+    if cache is None:
+        return _fitted(state, model, batch, forward)
+    tensors, (structure, counts), fill_cache = _with_cache(state, model, batch, forward)
+    own = {name.removeprefix(_OF_CACHE): tensors.pop(name) for name in [*tensors] if name.startswith(_OF_CACHE)}
+    fill_cache(own, counts)
+    arguments = batch_tensors(batch)
+    return result_of(structure, tensors, lambda name: cache if name == _CACHE else arguments[name])
+
+
+def _wants_gradients(model: torch.nn.Module, batch: Mapping[str, Any]) -> bool:
+    return any(t.requires_grad for t in (*model.parameters(), *batch_tensors(batch).values()))
+
+
+def _fitted(state: Session, model: torch.nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any]) -> Any:
+    """The result of a forward that is given no cache; it may be of the padded batch, cut."""
+    frontend = state.setup.frontend
+    plain = tuple((name, value) for name, value in batch.items() if not isinstance(value, torch.Tensor))
+    with state.placement.hidden():
+        kind = repr((state_number(model), plain))
+        fitted = frontend.fit_forward(model, batch, state.calls.padded_fields.get(kind, ()))
+    if fitted.length is not None:
+        try:
+            return _run(state, model, fitted, forward, lambda field: state.calls.padded_fields.update({kind: (field,)}))
+        except BudgetTooSmall as error:
+            # Bits must not hang on what other jobs have at the moment.
+            if state.budgets.may_wait(error):
+                raise
+            fitted = frontend.keep_length(fitted, batch, None)
+        except CaptureError as error:
+            fitted = frontend.keep_length(fitted, batch, str(error))
+    return _run(state, model, fitted, forward)
+
+
+def _run(
+    state: Session,
+    model: torch.nn.Module,
+    fitted: FittedBatch,
+    forward: Callable[..., Any],
+    padded: Callable[[str], None] | None = None,
+) -> Any:
+    """The result on ``fitted``. ``padded``: there is padding; told of a field that it cannot be taken out of."""
+    request = ForwardRequest(
+        kind="padded forward" if padded else "forward",
+        batch=fitted.batch,
+        trace=_tracer(model, forward, lambda _: None, padded),
+        contexts=lambda: hf_contexts(model, fitted.batch),
+        beside=lambda captured: sum(leaving_bytes(captured).values()) if padded else 0,
+    )
+    tensors, (structure, _) = run_forward(state, model, request)
+    if fitted.length is not None:
+        structure, tensors = cut_result(structure, tensors, fitted.length)
+    arguments = batch_tensors(fitted.batch)
+    return result_of(structure, tensors, lambda name: arguments[name])
+
+
+def _with_cache(
+    state: Session, model: torch.nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any]
+) -> tuple[Tensors, Any, Callable[[Tensors, Any], None]]:
+    """The old tensors of a cache are the user's alone once this has returned."""
+    cache = _cache_in_plan(state, batch)
+    given = {name: value for name, value in batch.items() if name != _CACHE} | cache.arguments
+    request = ForwardRequest(
+        kind="forward",
+        batch=given,
+        trace=_tracer(model, forward, cache.traced),
+        contexts=lambda: hf_contexts(model, given),
+        beside=cache.beside,
+        releases=cache.releases,
+        changed=lambda name: name.startswith(ARGUMENT),
+    )
+    return *run_forward(state, model, request), cache.fill
+
+
+def _cache_in_plan(state: Session, batch: Mapping[str, Any]) -> _CacheInPlan:
+    cache, tokens = batch[_CACHE], tokens_of(batch)
+    if is_static(cache):
+        device = state.memory.device
+        check_static(cache, device)
+        if state.setup.settings.devices > 1:
+            raise CaptureError(f"{_CACHE}: a static cache cannot be filled by several devices; use one")
+        return _CacheInPlan(
+            static_arguments(cache, batch, tokens, device),
+            static_cache_of,
+            lambda made, counts: fill_static(cache, made, counts),
+        )
+    check_cache(cache)
+    if cache.get_seq_length() and tokens == 1:
+        raise CaptureError(
+            f"{_CACHE}: decoding with a cache that grows by a token in each forward, and would need a plan for each "
+            'length; pass cache_implementation="static" to generate'
+        )
+    past = cache_arguments(cache)
+    return _CacheInPlan(
+        past,
+        TracedCache.of,
+        lambda made, _: fill(cache, made, tokens),
+        lambda captured: room_to_fill(past["past"], leaving_bytes(captured)),
+        any(past["past"]),
+    )
+
+
+def _tracer(
+    model: torch.nn.Module,
+    forward: Callable[..., Any],
+    traced_cache: Callable[[dict[str, Any]], Any],
+    padded: Callable[[str], None] | None = None,
+) -> Callable[..., tuple[Tensors, Any]]:
+    def trace(**arguments: Any) -> tuple[Tensors, Any]:
+        tensors = batch_tensors(arguments)
+        cache = traced_cache(arguments)
+        replaced: dict[int, str] = {}
+        if cache is not None:
+            arguments[_CACHE] = cache
+            replaced[id(cache)] = _CACHE
+        result = forward(**arguments)
+        held = {storage_key(part.tensor) for part in named_parts(model)}
+        found, structure = take_apart(result, tensors, replaced, held)
+        if padded is not None:
+            _refuse_padding(with_padding(structure, found, tokens_of(arguments)), padded)
+        copies = {name: tensor.clone() for name, tensor in found.items()}
+        if cache is not None:
+            copies |= {_OF_CACHE + name: tensor for name, tensor in cache.added.items()}
+        if not copies:
+            raise CaptureError("the result: has no tensor of its own, so that there is nothing to plan")
+        return copies, (structure, getattr(cache, "counts", ()))
+
+    return trace
+
+
+def _refuse_padding(field: str | None, told: Callable[[str], None]) -> None:
+    if field is not None:
+        told(field)
+        advice = "; set use_cache=False where nothing reads it" if field == _CACHE else ""
+        raise CaptureError(f"{field}: padding could not be taken out of it{advice}")

@@ -1,0 +1,178 @@
+"""transformers' static caches in plans: their tensors are arguments of a forward that it changes in place.
+
+Shapes stay the same from token to token, so that one plan serves all of a batch and a capacity. A layer with a sliding
+window counts its tokens in Python: a plan for one token is for a window that is full, or for one that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import StaticCache
+from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
+
+from disco_accel.errors import CaptureError, ExecutionError
+
+ARGUMENT = "static_cache"
+"""The argument of a traced forward with the tensors of the cache; names of these tensors begin with it."""
+_DESCRIBED = "static_layers"
+
+Described = tuple[tuple[int, int], ...]
+"""For each layer the tokens that it holds at most, and -1; with a sliding window the tokens that it counts instead."""
+
+
+def is_static(cache: Any) -> bool:
+    """Whether ``cache`` is one that this file knows."""
+    return type(cache) is StaticCache
+
+
+def check_static(cache: StaticCache, device: torch.device) -> None:
+    """Raise CaptureError, naming the reason, for a static cache that no plan on ``device`` can fill."""
+    if getattr(cache, "offloading", False):
+        raise CaptureError("past_key_values: one that offloads itself cannot be planned; set offloading=False")
+    layers: list[Any] = cache.layers
+    for index, layer in enumerate(layers):
+        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
+            raise CaptureError(f"past_key_values: layer {index} is a {type(layer).__name__}, which cannot be planned")
+        if not isinstance(getattr(layer, "cumulative_length", None), torch.Tensor):
+            raise CaptureError(
+                "past_key_values: this version of transformers counts the tokens of a static cache elsewhere; 5.23 "
+                "is known to work"
+            )
+        if layer.is_initialized and layer.device != device:
+            raise CaptureError(f"past_key_values: layer {index} is on {layer.device}; make the cache on {device}")
+
+
+def static_arguments(cache: StaticCache, batch: Mapping[str, Any], tokens: int, device: torch.device) -> dict[str, Any]:
+    """``cache`` as arguments of a traced forward on ``batch``, of so many new ``tokens``.
+
+    Raises:
+        CaptureError: the forward would ask for the number of tokens in the cache, which no plan knows.
+        ExecutionError: the cache is too small for the tokens.
+    """
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        # Where the layer's first update brings it in eager mode.
+        layer.cumulative_length = layer.cumulative_length.to(device)
+    if any(layer.is_initialized for layer in layers):
+        _require_positions(batch)
+        _require_room(layers, tokens)
+    described = tuple((layer.max_cache_len, _counted(layer, tokens)) for layer in layers)
+    return {ARGUMENT: tuple(_tensors(layer) for layer in layers), _DESCRIBED: described}
+
+
+def _require_positions(batch: Mapping[str, Any]) -> None:
+    """Without them the forward takes them from the length of the cache."""
+    mask = batch.get("attention_mask")
+    masks = mask.values() if isinstance(mask, Mapping) else [mask]
+    ready = all(m is None or (isinstance(m, torch.Tensor) and m.dim() == 4) for m in masks)
+    if batch.get("position_ids") is None or not ready:
+        raise CaptureError(
+            "past_key_values: a static cache that holds tokens needs position_ids and a 4-dimensional attention_mask, "
+            "as generate makes them"
+        )
+
+
+def _require_room(layers: Sequence[Any], tokens: int) -> None:
+    """A write behind the end of a cache would be an error of one kernel, on a GPU one that ends the process's work."""
+    for layer in layers:
+        if not isinstance(layer, StaticSlidingWindowLayer):
+            held = int(layer.cumulative_length)
+            if held + tokens > layer.max_cache_len:
+                raise ExecutionError(
+                    f"past_key_values: holds {held} of at most {layer.max_cache_len} tokens, and this forward adds "
+                    f"{tokens}; make a StaticCache with a larger max_cache_len"
+                )
+            return
+
+
+def _tensors(layer: Any) -> tuple[torch.Tensor, ...]:
+    held = (layer.keys, layer.values) if layer.is_initialized else ()
+    return (*held, layer.cumulative_length)
+
+
+def _counted(layer: Any, tokens: int) -> int:
+    if not isinstance(layer, StaticSlidingWindowLayer):
+        return -1
+    length, most = layer.cumulative_length_int, layer.max_cache_len
+    if tokens > 1 or not layer.is_initialized:
+        return length
+    # For one token the update asks only whether the window is full.
+    return most if length >= most else 0
+
+
+def static_cache_of(arguments: dict[str, Any]) -> _TracedStaticCache:
+    """The cache that ``static_arguments`` has put among ``arguments``, which are taken out."""
+    return _TracedStaticCache(arguments.pop(ARGUMENT), arguments.pop(_DESCRIBED))
+
+
+class _TracedStaticCache(StaticCache):
+    """A static cache whose layers hold the tensors that are given. ``made``: tensors of layers that had none before, by
+    layer and name, as clones."""
+
+    def __init__(self, held: Sequence[Sequence[torch.Tensor]], described: Described) -> None:
+        layers = [_layer(tensors, *about) for tensors, about in zip(held, described, strict=True)]
+        Cache.__init__(self, layers=layers)
+        self._new = [index for index, tensors in enumerate(held) if len(tensors) == 1]
+        self._before = [counted for _, counted in described]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The tokens that the forward has added to each layer that counts them in Python."""
+        layers: list[Any] = self.layers
+        pairs = zip(layers, self._before, strict=True)
+        return tuple(0 if before < 0 else layer.cumulative_length_int - before for layer, before in pairs)
+
+    @property
+    def added(self) -> dict[str, torch.Tensor]:
+        """Clones of the tensors that the forward has made for layers without, by names for ``fill_static``."""
+        made: dict[str, torch.Tensor] = {}
+        for index in self._new:
+            layer: Any = self.layers[index]
+            if layer.is_initialized:
+                made |= {f"{index}.{name}": getattr(layer, name).clone() for name in ("keys", "values")}
+        return made
+
+
+class _UncountedLayer(StaticSlidingWindowLayer):
+    """With tokens: its count may not be the true one, so that nobody may ask for it."""
+
+    def get_seq_length(self) -> int:
+        raise CaptureError("past_key_values: the forward asks for the length of a static cache, which no plan knows")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        raise CaptureError("attention_mask: the forward makes that of a static cache itself; pass a 4-dimensional one")
+
+
+def _layer(tensors: Sequence[torch.Tensor], most: int, counted: int) -> Any:
+    layer: Any
+    if counted < 0:
+        layer = StaticLayer(max_cache_len=most)
+    else:
+        kind = StaticSlidingWindowLayer if len(tensors) == 1 else _UncountedLayer
+        layer = kind(max_cache_len=most, sliding_window=most)
+        layer.cumulative_length_int = counted
+    layer.cumulative_length = tensors[-1]
+    if len(tensors) > 1:
+        _hold(layer, *tensors[:2])
+    return layer
+
+
+def _hold(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """As ``lazy_initialization`` of the layer."""
+    layer.keys, layer.values = keys, values
+    layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+    layer.batch_size, layer.num_heads, _, layer.k_head_dim = keys.shape
+    layer.v_head_dim = values.shape[-1]
+
+
+def fill_static(cache: StaticCache, made: Mapping[str, torch.Tensor], counts: Sequence[int]) -> None:
+    """Behind a planned forward, which has changed the tensors of ``cache``: do the rest of an update. ``made``: by the
+    names of ``_TracedStaticCache.added``; ``counts``: its ``counts``."""
+    for index, (layer, count) in enumerate(zip(cache.layers, counts, strict=True)):
+        if isinstance(layer, StaticSlidingWindowLayer):
+            layer.cumulative_length_int += count
+        if f"{index}.keys" in made:
+            _hold(layer, made[f"{index}.keys"], made[f"{index}.values"])
