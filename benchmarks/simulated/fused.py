@@ -1,6 +1,6 @@
 """Kernels of an 8B LoRA step with and without fused ones: numbers, bytes of pointwise kernels, estimated seconds.
 
-    python -m benchmarks.simulated.fused
+    python -m benchmarks.simulated.fused [--no-checkpointing]
 
 No device runs anything: the step is captured from fake tensors, everything is resident, and a kernel's seconds are the
 longer of its arithmetic and its traffic. A fused kernel reads each of its inputs once, and writes its results.
@@ -61,8 +61,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(PRESETS), default="8b")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--no-checkpointing", action="store_true", help="of activations, by the script")
     args = parser.parse_args(argv)
-    outline = lora_outline(Workload(PRESETS[args.shape], args.batch, args.tokens))
+    work = Workload(PRESETS[args.shape], args.batch, args.tokens)
+    outline = lora_outline(work, checkpointed=not args.no_checkpointing)
     print("\n".join([HEADER, *rows(outline.captured.through(STEP_PASSES).graph)]))
     return 0
 

@@ -25,6 +25,8 @@ from disco_accel.step.placement.streamed_eager import StreamedEager
 from disco_accel.step.run.session import current_step, find_state
 
 LEARNING_RATE = 1e-4
+COUNTED = ("kernels", "fused", "fused_refused")
+"""Of ``stats``: kernels of a step, those that are fused, and runs whose kernels have other bits than their ops."""
 _RATE_BYTES = 512 << 20
 
 
@@ -203,12 +205,14 @@ class Streamed(Engine):
 
 
 class Planned(Engine):
-    """A step from a plan within the job's budget, by an engine with the options ``engine``."""
+    """A step from a plan within the job's budget, by an engine with the options ``engine``; ``settings``: of the
+    configuration, in the place of the job's."""
 
     engine: ClassVar[Mapping[str, Any]] = {}
+    settings: ClassVar[Mapping[str, Any]] = {}
 
     def build(self) -> Any:
-        model = prepare(self.arena_model(), self.job.config)
+        model = prepare(self.arena_model(), dataclasses.replace(self.job.config, **self.settings))
         state = find_state(model)
         assert state is not None
         state.engine = self.engine
@@ -219,7 +223,7 @@ class Planned(Engine):
         if found["steps_eager"]:
             raise RuntimeError(f"steps ran in eager mode: {found['fallbacks']}")
         outside = found["budget"]["total"] - found["budget"]["arena"]
-        kept = ("budget", "kernels", "resident_weight_bytes", "compile_seconds", "compute_seconds")
+        kept = ("budget", *COUNTED, "resident_weight_bytes", "compile_seconds", "compute_seconds")
         rates = link_rates() if self.where.type == "cuda" else None
         return {
             "used": found["peak_bytes"],
@@ -266,6 +270,18 @@ class NoLookahead(Planned):
     engine: ClassVar[Mapping[str, Any]] = {"lookahead": 0}
 
 
+class Unfused(Planned):
+    """Every op is a kernel of PyTorch's."""
+
+    settings: ClassVar[Mapping[str, Any]] = {"fuse": "off"}
+
+
+class NoGraphs(Planned):
+    """Kernels are launched one by one."""
+
+    settings: ClassVar[Mapping[str, Any]] = {"launch_graphs": "off"}
+
+
 class Resident(Planned):
     """A plan with room for everything. On the host device its kernels' time is measured in every step."""
 
@@ -296,6 +312,8 @@ ENGINES: Mapping[str, type[Engine]] = {
     "disco": Planned,
     "fixed-order": FixedOrder,
     "k0": NoLookahead,
+    "unfused": Unfused,
+    "no-graphs": NoGraphs,
     "streamed": Streamed,
     "compile": Compiled,
     "checkpoint-offload": CheckpointOffload,

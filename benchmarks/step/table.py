@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from benchmarks.common.quantised import PLAIN
 from benchmarks.common.subjects import Times
+from benchmarks.step.engines import COUNTED
 from benchmarks.step.process import FIRST_STEPS, REFERENCE, Worker
 from disco_accel.selfcheck.agreement import agreement
 from disco_accel.sizes import format_size
@@ -25,6 +26,8 @@ TITLES = {
     "disco": "disco",
     "fixed-order": "disco, fixed order",
     "k0": "disco, no look-ahead (K=0)",
+    "unfused": "disco, no fused kernels",
+    "no-graphs": "disco, no launch graphs",
     "streamed": "module by module, synchronous",
     "compile": "torch.compile in memory",
     "checkpoint-offload": "transformers checkpoint offload",
@@ -76,7 +79,7 @@ class Row:
     facts: Mapping[str, Any]
 
 
-OURS = frozenset({"resident", "disco", "fixed-order", "k0"})
+OURS = frozenset({"resident", "disco", "fixed-order", "k0", "unfused", "no-graphs"})
 
 
 def judge(workers: Sequence[Worker], dtype: str, ours: Collection[str] = OURS) -> list[Verdict]:
@@ -192,7 +195,8 @@ def table(result: Mapping[str, Any]) -> str:
             mark = f"<sup>{len(notes) + 1}</sup>"
             notes.append(f"{mark} {cell_text(row['error'])}")
         lines.append(line(row, len(budgets) > 1, mark))
-    return "\n".join([*lines, *(["", "; ".join(notes) + "."] if notes else []), *_listed(ratios(result))])
+    words = [*ratios(result), *counts(result)]
+    return "\n".join([*lines, *(["", "; ".join(notes) + "."] if notes else []), *_listed(words)])
 
 
 def _listed(words: Sequence[str]) -> list[str]:
@@ -214,6 +218,19 @@ def ratios(result: Mapping[str, Any]) -> list[str]:
         if plain is not None:
             words.append(f"{_over(row, plain)} of {result['dtype']} ({format_size(plain['h2d'])}) at this budget")
         found.append("; ".join(words))
+    return found
+
+
+def counts(result: Mapping[str, Any]) -> list[str]:
+    """Of each step from a plan its kernels, those that are fused, and the runs whose kernels were refused for a bit."""
+    found = []
+    for row in result["rows"]:
+        if row["error"] is None and row["facts"].get("fused") is not None:
+            kernels, fused, refused = (row["facts"][name] for name in COUNTED)
+            budget = "" if row["budget"] is None else f", {format_size(row['budget'])}"
+            found.append(
+                f"{TITLES[row['engine']]}{budget}: {kernels} kernels, {fused} fused, {refused} refused for a bit"
+            )
     return found
 
 

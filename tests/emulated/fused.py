@@ -11,9 +11,10 @@ from unittest import mock
 import torch
 
 from disco_accel.fuse import kernels
+from disco_accel.fuse.call_json import kernel_text
 from disco_accel.fuse.host_library import ANSWER, symbol_of
 from disco_accel.graph.taskgraph import OpCall, TensorArg, TensorSpec
-from disco_accel.measure import fused_kernels
+from disco_accel.measure import fused_bits, fused_kernels
 from disco_accel.native.cuda_backend import CudaBackend
 
 
@@ -23,14 +24,14 @@ def extent(spec: TensorSpec) -> int:
     return elements * int(getattr(torch, spec.dtype).itemsize)
 
 
-def launched(path: str, calls: Sequence[OpCall]) -> dict[OpCall, kernels.Kernel]:
-    """Handles of the kernels of a library of C++, for tensors of the emulated GPU."""
+def launched(path: str, calls: Sequence[OpCall]) -> dict[str, kernels.Kernel]:
+    """Handles of the kernels of a library of C++, for tensors of the emulated GPU, by ``kernel_text``."""
     library = ctypes.CDLL(path)
     refused = json.loads(ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, ANSWER))))["refused"]
-    found: dict[OpCall, kernels.Kernel] = {}
+    found: dict[str, kernels.Kernel] = {}
     for number, call in enumerate(calls):
         if str(number) in refused:
-            found[call] = refused[str(number)]
+            found[kernel_text(call)] = refused[str(number)]
             continue
         reads = [arg.spec for arg in call.args if isinstance(arg, TensorArg)]
         writes = [result.spec for result in call.results if result is not None]
@@ -38,7 +39,9 @@ def launched(path: str, calls: Sequence[OpCall]) -> dict[OpCall, kernels.Kernel]
         lines += [f"{extent(spec)} 1" for spec in writes]
         code = torch.tensor(list("\n".join(lines).encode() + b"\n\0"), dtype=torch.uint8)
         order = list(range(len(reads) + len(writes)))
-        found[call] = int(torch.ops.disco_accel.fused_cuda_kernel(code, symbol_of(number), [1, 1, 1, 32, 0], order, []))
+        launch = [1, 1, 1, 32, 0]
+        handle = torch.ops.disco_accel.fused_cuda_kernel(code, symbol_of(number), launch, order, [])
+        found[kernel_text(call)] = int(handle)
     return found
 
 
@@ -46,7 +49,7 @@ def launched(path: str, calls: Sequence[OpCall]) -> dict[OpCall, kernels.Kernel]
 def fused_on_emulated_gpu() -> Iterator[None]:
     """Inside, kernels of the emulated GPU are compiled for the host, however short steps are; none are known yet."""
 
-    def of_part(part: kernels._Part, process: kernels._CompilerProcess | None) -> dict[OpCall, kernels.Kernel]:
+    def of_part(part: kernels._Part, process: kernels._CompilerProcess | None) -> dict[str, kernels.Kernel]:
         library = part.library(process)
         return library.load(lambda path: launched(path, part.calls))
 
@@ -56,6 +59,8 @@ def fused_on_emulated_gpu() -> Iterator[None]:
         mock.patch.object(kernels._Part, "kernels", of_part),
         mock.patch.object(kernels, "_known", {}),
         mock.patch.object(fused_kernels, "WORTH_SECONDS", 0.0),
+        # An op takes long here, and small tensors many draws; tests/fuse compares more.
+        mock.patch.object(fused_bits, "RESULTS", 1 << 12),
     ):
         yield
     fused_kernels.fusing_on.cache_clear()
