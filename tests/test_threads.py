@@ -45,7 +45,7 @@ else:
 def test_the_end_of_a_process_stops_its_own_threads() -> None:
     """Those of a program whose main thread has ended are started too, one that hangs keeps the process for a time, and
     a child of a fork waits for its own alone."""
-    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=600)
     lines = ["worked in a child", "at exit None", "worked after the script", "at exit None"]
     assert done.returncode == 0 and done.stdout.splitlines() == lines, (done.stdout, done.stderr)
     told = "this process ends while its threads still work after 0 s: stuck"

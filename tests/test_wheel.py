@@ -21,7 +21,7 @@ BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(s
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=folder, env=clean | environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=clean | environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

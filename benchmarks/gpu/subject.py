@@ -36,8 +36,16 @@ class Case:
     quant: str = PLAIN
 
 
-CASES: Mapping[str, Case] = {"8b": Case("8b", "8b", 4, 1024), "70b": Case("70b", "70b", 1, 2048, "nf4")}
-_SMALL: Mapping[str, Case] = {"8b": Case("8b", "tiny", 2, 16), "70b": Case("70b", "tiny", 1, 16, "nf4")}
+CASES: Mapping[str, Case] = {
+    "1b": Case("1b", "1b", 4, 1024),
+    "8b": Case("8b", "8b", 4, 1024),
+    "70b": Case("70b", "70b", 1, 2048, "nf4"),
+}
+_SMALL: Mapping[str, Case] = {
+    "1b": Case("1b", "tiny", 2, 16),
+    "8b": Case("8b", "tiny", 2, 16),
+    "70b": Case("70b", "tiny", 1, 16, "nf4"),
+}
 
 
 def case_of(run: Run) -> Case:

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu.stage import NOT_HERE
+from benchmarks.gpu.training import UNFUSED
 from benchmarks.step.table import rate_cell, size_cell
 
 CASES = {
+    "1b": "LoRA, TinyLlama-1.1B shape, bf16, 4 x 1024 tokens, rank 16",
     "8b": "LoRA, Llama-3-8B shape, bf16, 4 x 1024 tokens, rank 16",
     "70b": "QLoRA, Llama-2-70B shape, NF4, 1 x 2048 tokens, rank 16",
 }
@@ -56,7 +58,7 @@ def first_screen_lines(result: Mapping[str, Any]) -> list[str]:
         eager = rows.get(f"{case}_eager")
         for name, figures in rows.items():
             budget = name.removeprefix(f"{case}_ours_")
-            if eager is None or budget == name:
+            if eager is None or budget == name or budget.endswith(UNFUSED):
                 continue
             words = title.removeprefix("LoRA, ").removesuffix(", rank 16")
             beside = f"{eager['seconds']:.3g} s, {size_cell(eager['used'])}"
@@ -67,7 +69,9 @@ def first_screen_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def _line(name: str, row: Mapping[str, Any]) -> str:
-    title = f"disco, {name.removeprefix('ours_')}" if name.startswith("ours_") else _TITLES[name]
+    ours = f"disco, {name.removeprefix('ours_').removesuffix(UNFUSED)}"
+    ours += ", no fused kernels" if name.endswith(UNFUSED) else ""
+    title = ours if name.startswith("ours_") else _TITLES[name]
     figures = row["figures"]
     if "seconds" not in figures:
         return f"| {title} |" + " — |" * 6 + f" {_why(row)} |"

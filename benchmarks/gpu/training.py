@@ -11,7 +11,7 @@ from benchmarks.common.quantised import folder_of
 from benchmarks.gpu.models import checkpoint
 from benchmarks.gpu.stage import NOT_HERE, Run
 from benchmarks.gpu.subject import Subject, case_of, subject_of
-from benchmarks.step.engines import link_rates
+from benchmarks.step.engines import COUNTED, link_rates
 from disco_accel import DiscoConfig, prepare, restore, set_memory_budget, stats
 from disco_accel.errors import ConfigError
 from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
@@ -19,8 +19,17 @@ from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.sizes import format_size
 from disco_accel.step.run.session import current_step, find_state
 
-_TINY = {"72GiB": 64 << 20, "24GiB": 800_000, "8GiB": 600_000, "22GiB": 400_000}
+_TINY = {
+    "72GiB": 64 << 20,
+    "24GiB": 800_000,
+    "22GiB": 400_000,
+    "16GiB": 64 << 20,
+    "8GiB": 600_000,
+    "2100MiB": 800_000,
+}
 """Bytes in the place of a budget with tiny shapes."""
+UNFUSED = "_unfused"
+"""At the end of a stage's name: every op is a kernel of PyTorch's."""
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -66,11 +75,15 @@ def _eager(run: Run, subject: Subject, what: str) -> dict[str, Any]:
 
 
 def _ours(run: Run, subject: Subject, budget: str) -> dict[str, Any]:
+    fuse, budget = "off" if budget.endswith(UNFUSED) else "auto", budget.removesuffix(UNFUSED)
     model, nbytes = subject.model, run.budget(budget, _TINY[budget])
     subject.release()
     began = time.perf_counter()
+    state = find_state(model)
+    if state is not None and state.setup.config.fuse != fuse:
+        restore(model)
     if find_state(model) is None:
-        prepare(model, DiscoConfig(memory_budget=nbytes, device=run.device, plan_cache=run.cache))
+        prepare(model, DiscoConfig(memory_budget=nbytes, device=run.device, plan_cache=run.cache, fuse=fuse))
     else:
         set_memory_budget(model, nbytes)
     prepare_seconds = time.perf_counter() - began
@@ -85,7 +98,7 @@ def _ours(run: Run, subject: Subject, budget: str) -> dict[str, Any]:
     compared = [subject.agreement(outcome) for outcome in outcomes]
     row |= {"verdict": str(compared[-1])} | subject.train()
     counted = stats(model)
-    kept = ("peak_bytes", "reload_bytes", "offload_bytes", "resident_weight_bytes", "kernels", "compile_seconds")
+    kept = ("peak_bytes", "reload_bytes", "offload_bytes", "resident_weight_bytes", *COUNTED, "compile_seconds")
     row |= {name: counted[name] for name in kept}
     row["h2d_gb_s"] = counted["reload_bytes"] / row["seconds"] * 1e-9
     wrong = [f"{budget}: {found}" for found in compared if found.wrong]

@@ -61,7 +61,15 @@ class Suite:
         return f"{self.project} {self.part}".rstrip()
 
 
-_TRL_PARTS = {"SFTTrainer": "SFT and not cuda", "DPOTrainer": "DPO and not cuda", "as on CUDA": "cuda"}
+_TRL_PARTS = {
+    "SFTTrainer": "SFT and not cuda",
+    "DPOTrainer": "DPO and not cuda",
+    "KTOTrainer": "KTO",
+    "GRPOTrainer": "GRPO",
+    "GRPOTrainer, default cache": "rollouts",
+    "RewardTrainer": "Reward",
+    "as on CUDA": "cuda",
+}
 SUITES = (
     Suite("accelerate", tuple(f"tests/test_{name}.py" for name in _ACCELERATE.split()), ("launch", "models")),
     # The joined form: an expression that starts with a dash is no option.

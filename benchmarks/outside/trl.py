@@ -1,10 +1,12 @@
-"""TRL's trainers on a tiny Llama, each without us and with ``DiscoCallback``; run by ``benchmarks.outside``.
+"""TRL's trainers on a tiny Llama or Qwen3, without us and with ``DiscoCallback``; run by ``benchmarks.outside``.
 
 A pytest module. Under ``--disco=off`` both runs are without us, which says that a run repeats itself to the bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,29 @@ import trl.trainer.utils
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.loss.loss_utils import ForCausalLMLoss
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
-from disco_accel import DiscoCallback, DiscoConfig
+from disco_accel import DiscoCallback, DiscoConfig, stats
 
 WORDS = [f"word{at}" for at in range(15)]
 STEPS = 4
@@ -57,50 +77,131 @@ def _sentences(seed: int, shortest: int, longest: int, rows: int = 16) -> list[s
     return [" ".join(WORDS[draw(0, len(WORDS))] for _ in range(draw(shortest, longest + 1))) for _ in range(rows)]
 
 
-def _sft(arguments: dict[str, Any]) -> tuple[Any, Any, Dataset]:
-    return SFTTrainer, SFTConfig(**arguments), Dataset.from_dict({"text": _sentences(0, 6, 7)})
+@dataclass(frozen=True)
+class _Kind:
+    """A trainer with the class of its arguments, its rows, and its model. ``given``: some of the arguments; ``keys``:
+    of the trainer, for a list that gets what its rewards saw."""
+
+    trainer: Any
+    arguments: Any
+    rows: Callable[[], dict[str, Any]]
+    model: Callable[[], Any]
+    given: dict[str, Any] = field(default_factory=dict)
+    keys: Callable[[list[Any]], dict[str, Any]] = lambda _: {}
+    task: str = "CAUSAL_LM"
 
 
-def _dpo(arguments: dict[str, Any]) -> tuple[Any, Any, Dataset]:
+def _texts() -> dict[str, Any]:
+    return {"text": _sentences(0, 6, 7)}
+
+
+def _preferences() -> dict[str, Any]:
     longest = {"prompt": 4, "chosen": 5, "rejected": 5}
     rows = {name: _sentences(seed, 4, words) for seed, (name, words) in enumerate(longest.items())}
     # Else the prompt's last word and the next one would be one token.
-    rows["prompt"] = [f"{prompt} " for prompt in rows["prompt"]]
-    return DPOTrainer, DPOConfig(**arguments), Dataset.from_dict(rows)
+    return rows | {"prompt": [f"{prompt} " for prompt in rows["prompt"]]}
 
 
-TRAINERS = {"SFT": _sft, "DPO": _dpo}
+def _judged() -> dict[str, Any]:
+    rows = _preferences()
+    return {"prompt": rows["prompt"], "completion": rows["chosen"], "label": [at % 2 == 0 for at in range(16)]}
 
 
-def _model() -> LlamaForCausalLM:
+def _pairs() -> dict[str, Any]:
+    rows = _preferences()
+    return {"chosen": rows["chosen"], "rejected": rows["rejected"]}
+
+
+def _prompts() -> dict[str, Any]:
+    # Of two lengths, so that the shorter ones are padded on the left.
+    return {"prompt": _sentences(0, 3, 4)}
+
+
+def _rewards(seen: list[Any]) -> dict[str, Any]:
+    def variety(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        rewards = [float(len(set(text.split()))) for text in completions]
+        seen.append((completion_ids, rewards))
+        return rewards
+
+    return {"reward_funcs": variety}
+
+
+_SIZES: dict[str, int] = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def _llama() -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=2, max_position_embeddings=64, **sizes))
+    return LlamaForCausalLM(LlamaConfig(**_SIZES))
+
+
+def _qwen() -> Any:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=8))
+
+
+def _judge() -> Any:
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(LlamaConfig(**_SIZES, num_labels=1, pad_token_id=0))
+
+
+_ROLLOUTS: dict[str, Any] = {"num_generations": 2, "max_completion_length": 6, "beta": 0.04}
+TRAINERS = {
+    "SFT": _Kind(SFTTrainer, SFTConfig, _texts, _llama),
+    "DPO": _Kind(DPOTrainer, DPOConfig, _preferences, _llama),
+    "KTO": _Kind(KTOTrainer, KTOConfig, _judged, _llama),
+    "GRPO": _Kind(
+        GRPOTrainer,
+        GRPOConfig,
+        _prompts,
+        _qwen,
+        _ROLLOUTS | {"cache_implementation": "static"},
+        _rewards,
+    ),
+    "Reward": _Kind(RewardTrainer, RewardConfig, _pairs, _judge, task="SEQ_CLS"),
+}
 
 
 def _full_logits_loss(output: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     return ForCausalLMLoss(output.logits, labels, output.logits.shape[-1], num_items_in_batch)
 
 
-def _train(
-    trainer: str, settings: dict[str, Any], folder: Path, config: DiscoConfig | None, **more: Any
-) -> tuple[list[dict[str, float]], bytes]:
-    """What was logged, without times, and the file of adapters that the trainer saves."""
-    kind, arguments, rows = TRAINERS[trainer]({"output_dir": str(folder), **_SHARED, **settings})
-    made = kind(
-        model=_model(),
-        args=arguments,
-        train_dataset=rows,
+@dataclass
+class _Trained:
+    """What was logged, without times; tokens and rewards of rollouts; the file of adapters that the trainer saves; the
+    figures of its plans."""
+
+    logged: list[dict[str, Any]]
+    rollouts: list[Any]
+    adapters: bytes
+    figures: dict[str, Any]
+
+
+def _train(trainer: str, settings: dict[str, Any], folder: Path, config: DiscoConfig | None, **more: Any) -> _Trained:
+    kind = TRAINERS[trainer]
+    rollouts: list[Any] = []
+    made = kind.trainer(
+        model=kind.model(),
+        args=kind.arguments(output_dir=str(folder), **{**_SHARED, **kind.given, **settings}),
+        train_dataset=Dataset.from_dict(kind.rows()),
         processing_class=_tokenizer(),
-        peft_config=LoraConfig(target_modules="all-linear", lora_dropout=0.1),
+        peft_config=LoraConfig(target_modules="all-linear", lora_dropout=0.1, task_type=kind.task),
         callbacks=[] if config is None else [DiscoCallback(config)],
+        **kind.keys(rollouts),
         **more,
     )
     made.train()
     made.save_model()
-    timed = ("runtime", "per_second", "planning_seconds")
+    timed = ("runtime", "per_second", "planning_seconds", "step_time")
     logged = [{k: v for k, v in entry.items() if not k.endswith(timed)} for entry in made.state.log_history]
-    return logged, (folder / "adapter_model.safetensors").read_bytes()
+    return _Trained(logged, rollouts, (folder / "adapter_model.safetensors").read_bytes(), stats(made.model))
 
 
 @pytest.fixture
@@ -110,19 +211,37 @@ def config(pytestconfig: pytest.Config) -> DiscoConfig | None:
     return None if off else DiscoConfig.from_yaml(pytestconfig.getoption("--disco-config"))
 
 
-def _compare(trainer: str, settings: dict[str, Any], folder: Path, config: DiscoConfig | None, **more: Any) -> None:
-    """All that is logged but times, and the bytes of the saved adapters."""
+def _compare(
+    trainer: str, settings: dict[str, Any], folder: Path, config: DiscoConfig | None, **more: Any
+) -> dict[str, Any]:
+    """All that is logged but times, what rollouts gave, and the bytes of the saved adapters; the figures of plans."""
     expected = _train(trainer, settings, folder / "plain", None, **more)
     found = _train(trainer, settings, folder / "callback", config, **more)
-    assert found[0] == expected[0] and sum("loss" in entry for entry in found[0]) == STEPS
-    assert found[1] == expected[1]
+    assert found.logged == expected.logged and sum("loss" in entry for entry in found.logged) == STEPS
+    assert found.rollouts == expected.rollouts and bool(found.rollouts) == (trainer == "GRPO")
+    assert found.adapters == expected.adapters
+    return found.figures
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_training(trainer: str, settings: str, tmp_path: Path, config: DiscoConfig | None) -> None:
-    """The same logs and adapters."""
-    _compare(trainer, SETTINGS[settings], tmp_path, config)
+    """The same logs, rollouts and adapters, all from plans."""
+    figures = _compare(trainer, SETTINGS[settings], tmp_path, config)
+    if config is not None:
+        assert figures["fallbacks"] == [] and figures["steps_eager"] == figures["forwards_unplanned"] == 0
+        assert figures["steps_compiled"] > 0 and (figures["forwards_planned"] > 0) == (
+            trainer in ("DPO", "KTO", "GRPO")
+        )
+
+
+def test_rollouts_with_a_cache_that_grows(tmp_path: Path, config: DiscoConfig | None) -> None:
+    """GRPOTrainer's default: the prompt is planned, tokens after the first are not, which is told."""
+    figures = _compare("GRPO", {"cache_implementation": None}, tmp_path, config)
+    if config is not None:
+        (reason,) = figures["fallbacks"]
+        assert 'pass cache_implementation="static" to generate' in reason
+        assert figures["steps_eager"] == 0 and figures["forwards_planned"] > 0
 
 
 @pytest.mark.parametrize(("trainer", "own_loss"), [("SFT", False), ("SFT", True), ("DPO", False)])

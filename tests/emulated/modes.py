@@ -34,6 +34,8 @@ _JITTER_US = 500.0
 _JITTER = {"EMULATED_JITTER_US": _JITTER_US, "EMULATED_SEED": 1}
 _PIECES = {"EMULATED_COPY_PIECE": 20_000}
 """Bytes: copies of the weights of these tests go in several pieces."""
+_CUDA_12_8, _NO_BATCHES = {"EMULATED_CUDART": 12080}, {"EMULATED_CUDART": 12060}
+"""Versions whose batches of copies have other arguments than those of CUDA 13, or that have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,8 @@ def _tests(*paths: str) -> tuple[str, ...]:
 
 MODES = (
     *(
-        Mode(f"jitter {seed}", _tests(*_STEPS), {"EMULATED_JITTER_US": _JITTER_US, "EMULATED_SEED": seed, **pieces})
-        for seed, pieces in ((1, {}), (2, _PIECES), (3, {}))
+        Mode(f"jitter {seed}", _tests(*_STEPS), {"EMULATED_JITTER_US": _JITTER_US, "EMULATED_SEED": seed, **more})
+        for seed, more in ((1, {}), (2, {**_PIECES, **_CUDA_12_8}), (3, _NO_BATCHES))
     ),
     Mode("steps", _tests(*_STEPS)),
     Mode("slow link", _tests(*_STEPS), {"EMULATED_LINK_GB_S": 0.05, **_PIECES}),

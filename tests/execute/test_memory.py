@@ -20,7 +20,7 @@ from tests.support import malloc_watch
 
 def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=500, env={**os.environ, **environment}
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=1500, env={**os.environ, **environment}
     )
 
 

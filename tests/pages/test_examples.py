@@ -32,6 +32,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "chain.taskgraph.json": (r'"memory_edges": [1-9]', r'"verified": true'),
     "report.py": (PLANNED, r"reload_bytes: [1-9]", r"report\.txt.*stats\.json.*trace\.json"),
     "prefill.py": (r"capturing the reading of 2 x \d+ tokens", r"first tokens: \[\d+, \d+\]"),
+    "grpo.py": (PLANNED, r"'forwards_planned': 18, 'forwards_unplanned': 0"),
     "ddp.yaml": (PLANNED, r"'loss': '"),
     "deepspeed.json": (PLANNED, r"offload_param: planned instead", r"budget 512KiB on cpu", r"'loss': '"),
 }

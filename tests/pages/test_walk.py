@@ -44,7 +44,7 @@ def test_the_walk_calls_what_the_page_says_in_its_order(tmp_path: Path) -> None:
     (tmp_path / "walk.py").write_text(program.text)
     (tmp_path / "follow.py").write_text(FOLLOW)
     command = [sys.executable, "follow.py", "walk.py", "seen.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     seen = json.loads((tmp_path / "seen.json").read_text())
     said = [tuple(re.findall(r"`([^`]+)`", function)) for _, function, _, _ in rows("| stage | function |")]

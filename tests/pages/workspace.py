@@ -101,7 +101,7 @@ def shell(text: str, folder: Path, environment: dict[str, str], where: str) -> s
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == 0, f"{where}: ended with {done.returncode}\n{text}\n{done.stdout[-4000:]}"
     return done.stdout

@@ -52,7 +52,7 @@ def test_forked_workers_end_with_their_job(ends: str) -> None:
     assert child.stdout is not None and child.stdout.readline() == "trained\n"
     if ends == "ctrl-c":
         child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=120)
+    _, errors = child.communicate(timeout=600)
     assert child.returncode in ((0,) if ends == "exit" else (130, -signal.SIGINT, 1)), errors
     assert "terminate called" not in errors and "Aborted" not in errors, errors
     assert ends == "exit" or "KeyboardInterrupt" in errors

@@ -284,7 +284,7 @@ def test_processes_that_check_at_the_same_time_do_not_hurt_each_other(tmp_path: 
         subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]
     for process in running:
-        out, errors = process.communicate(timeout=500)
+        out, errors = process.communicate(timeout=1500)
         assert process.returncode == 0 and out == "passed\n" and "checked again" not in errors, errors
     (kept,) = files(tmp_path)
     assert answers.has_passed(str(tmp_path), kept.stem)

@@ -256,7 +256,7 @@ def test_results_are_those_without_the_library(world: World, store: StandInStore
     for counted in (True, False):
         FakeMachine(world.machine.path, TOTAL, TOTAL)
         program = world.start("random", "7", "1", "2", counted=counted)
-        found.append(program.process.communicate("\n" * 9, timeout=60))
+        found.append(program.process.communicate("\n" * 9, timeout=600))
     assert found[0] == found[1] and "reset" in found[0][0]
 
 

@@ -67,7 +67,7 @@ def run(folder: Path, mode: str, *options: str) -> tuple[subprocess.CompletedPro
     command = [python, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(folder), *options]
     command += ["-p", "disco_accel.testing.pytest_plugin", f"--disco={mode}", "--disco-report=ran.json"]
     command.append("test_theirs.py")
-    done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=1500)
     report = folder / "ran.json"
     tests = json.loads(report.read_text()) if report.exists() else {}
     return done, {name.split("::test_")[1]: ran for name, ran in tests.items()}
