@@ -1,5 +1,5 @@
-"""Copies of packed weights that autograd functions of libraries keep as attributes, ``ctx.tensors`` and ``ctx.state``, out
-of the sight of PyTorch's hooks for saved tensors."""
+"""Copies of packed weights that autograd functions of libraries keep as attributes, ``ctx.tensors`` and ``ctx.state``,
+out of the sight of PyTorch's hooks for saved tensors."""
 
 from __future__ import annotations
 
