@@ -1,13 +1,14 @@
 """Tokens a second of ``generate`` with a static cache under a budget, beside eager in memory and streamed weights.
 
     python -m benchmarks.prefill.decoding [--hidden 512 --layers 8 --prompt 32 --tokens 16] [--budgets 0.5] [--rounds 5]
+        [--experts 64]
 
-Random weights with LoRA, the host device, a throttled link, one thread. The engines take turns, and every round starts
-with another one. ``streamed`` is eager with the weights of each module brought over the same link before the module
-runs, none resident: so accelerate's ``cpu_offload`` works on a GPU. Seconds of a token are those of a generation less
-those of one that ends with its first token, divided by the tokens behind it. ``bound``: the seconds that the plan's
-loads for a token take of the link alone, or eager's seconds of a token, if those are more. Tokens and logits have
-eager's bits, or the benchmark fails.
+Random weights of a Llama, or of a Qwen3-MoE with 4 of so many experts for a token, with LoRA; the host device, a
+throttled link, one thread. The engines take turns, and every round starts with another one. ``streamed`` is eager with
+the weights of each module brought over the same link before the module runs, none resident: so accelerate's
+``cpu_offload`` works on a GPU. Seconds of a token are those of a generation less those of one that ends with its first
+token, divided by the tokens behind it. ``bound``: the seconds that the plan's loads for a token take of the link alone,
+or eager's seconds of a token, if those are more. Tokens and logits have eager's bits, or the benchmark fails.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from benchmarks.common.subjects import Shape, Times, lora_llama
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.sizes import format_size
+from tests.support.models import family_lora
 
 Result = tuple[torch.Tensor, torch.Tensor]
 """Token ids, (batch, tokens), and logits, (tokens, batch, vocabulary)."""
@@ -68,11 +70,20 @@ def streamed(model: torch.nn.Module, bandwidth: float) -> Iterator[None]:
             handle.remove()
 
 
+def _model(shape: Shape, experts: int) -> Any:
+    """The same weights in each call."""
+    if not experts:
+        return lora_llama(shape).eval()
+    sizes = {"hidden_size": shape.hidden, "moe_intermediate_size": shape.hidden // 2, "vocab_size": shape.vocabulary}
+    chosen = {"num_experts": experts, "num_experts_per_tok": 4, "num_hidden_layers": shape.layers}
+    return family_lora("qwen3_moe", **sizes, **chosen).eval()
+
+
 def measure(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a token of each engine, and the bytes that each plan loads for one."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, shape.vocabulary, (shape.batch, args.prompt), generator=generator)
-    eager = lora_llama(shape).eval()
+    eager = _model(shape, args.experts)
     weights = sum(p.nbytes for p in eager.parameters())
     engines: dict[str, Callable[[int], Result]] = {"in memory": lambda tokens: generated(eager, ids, tokens)}
     models: dict[str, Any] = {}
@@ -80,7 +91,7 @@ def measure(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
         config = DiscoConfig(
             memory_budget=int(share * weights), compute_threads=1, link_bandwidth=args.bandwidth, plan_cache=None
         )
-        models[f"{share:g}"] = model = prepare(lora_llama(shape), config).eval()
+        models[f"{share:g}"] = model = prepare(_model(shape, args.experts), config).eval()
         engines[f"{share:g}"] = lambda tokens, model=model: generated(model, ids, tokens)  # type: ignore[misc]
 
     def over_link(tokens: int) -> Result:
@@ -133,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("hidden", 512), ("layers", 8), ("batch", 1), ("prompt", 32), ("vocabulary", 2048)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a Llama, without experts")
     parser.add_argument("--tokens", type=int, default=16, help="generated, two or more")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bandwidth", type=float, default=4e8, help="of the link, bytes/s")

@@ -15,7 +15,7 @@ from disco_accel.graph.check import after_gate
 from disco_accel.graph.copies import is_resident_range, is_transfer, ranged_values, swaps_out
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.spaces import NAME_OF, routes
+from disco_accel.graph.spaces import NAME_OF, TO_HOST, routes
 from disco_accel.graph.taskgraph import OpCall, Ref, TaskGraph, Vertex, VertexKind, is_fused, tensor_args
 from disco_accel.graph.values import (
     arrives_at_gate,
@@ -297,8 +297,10 @@ class _Lowering:
             self._copied.append((self._storages.externals[source.id], position, 0))
         if is_foreign(vertex):
             self._copied.append((self._storages.add_external(vertex), position, 1))
-        # Any address will do until the input is bound: nothing runs before.
+        # Any address of the right memory will do until the input is bound: nothing runs before.
         target, read = addresses
+        if is_foreign(source) and self._route(vertex.source, vertex.space) == TO_HOST:
+            read = self._addresses.memory.devices[vertex.source].data_ptr()
         return target or read, read or target
 
     def _kernel(self, vertex: Vertex) -> int:

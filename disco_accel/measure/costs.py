@@ -10,7 +10,7 @@ import torch
 from disco_accel.graph.passes import GraphPass
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.measure.estimated_scratch import known_scratch
-from disco_accel.measure.record import OpRecord, measurements, record
+from disco_accel.measure.record import Known, OpRecord, measurements, record
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.simulate.roofline import Speed, estimates
 
@@ -34,16 +34,18 @@ class GraphCosts:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Each distinct op is run on ``device``; ``compute_threads`` and ``streams`` are those of the engine."""
+    """Each distinct op is run on ``device``, once for all graphs: these can be compared. ``compute_threads`` and
+    ``streams`` are those of the engine."""
 
     device: str
     compute_threads: int | None = None
     streams: int = 1
+    known: Known = field(default_factory=dict)
 
     def of(self, graph: TaskGraph) -> GraphCosts:
         """The costs of ``graph``, whose kernels have no scratch yet. Raises CaptureError, ExecutionError. Workspaces
         are those of the thread that measured and of each compute stream."""
-        records = record(graph, device=self.device, compute_threads=self.compute_threads)
+        records = record(graph, device=self.device, compute_threads=self.compute_threads, known=self.known)
         backend = backend_of(run_device(self.device))
         workspaces = (1 + self.streams) * backend.workspace_bytes()
         backend.release_memory()

@@ -71,6 +71,10 @@ class _Signature:
     inplace: tuple[tuple[int, int], ...]
 
 
+Known = dict[tuple[torch.device, int | None, _Signature], OpRecord]
+"""Records by the device and the threads that they were made with, and the signature."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     """One recorded run. ``blocks`` are (nbytes, born, freed); ``results`` pairs each returned tensor with its block."""
@@ -90,9 +94,11 @@ def record(
     compute_threads: int | None = None,
     host_threads: int | None = None,
     only: frozenset[int] | None = None,
+    known: Known | None = None,
 ) -> dict[int, OpRecord]:
     """KERNEL id to its record; equal signatures share one. ``only``: ids of those to measure (None: all). Kernels of
-    devices in host memory are measured on the host, all others on ``device``.
+    devices in host memory are measured on the host, all others on ``device``. ``known``: earlier records, which are
+    used and added to.
 
     ``compute_threads`` and ``host_threads`` are the numbers of intra-op threads that the engine will use (temporaries
     depend on them); None = torch.get_num_threads().
@@ -102,22 +108,21 @@ def record(
         ExecutionError: memory ran out, which says nothing about the graph.
     """
     chosen = [v for v in graph.vertices if v.kind is VertexKind.KERNEL and (only is None or v.id in only)]
-    hosts = host_devices(graph.devices)
+    hosts, known = host_devices(graph.devices), {} if known is None else known
     on_host = [vertex for vertex in chosen if vertex.space in hosts]
     own = [vertex for vertex in chosen if vertex.space not in hosts]
-    records = _record_on(run_device(device), graph, own, compute_threads)
+    records = _record_on(run_device(device), graph, own, compute_threads, known)
     if on_host:
-        records |= _record_on(torch.device("cpu"), graph, on_host, host_threads)
+        records |= _record_on(torch.device("cpu"), graph, on_host, host_threads, known)
     return records
 
 
 def _record_on(
-    where: torch.device, graph: TaskGraph, kernels: Sequence[Vertex], compute_threads: int | None
+    where: torch.device, graph: TaskGraph, kernels: Sequence[Vertex], compute_threads: int | None, known: Known
 ) -> dict[int, OpRecord]:
     backend = backend_of(where)
     backend.prepare()
     vertices = {v.id: v for v in graph.vertices}
-    known: dict[_Signature, OpRecord] = {}
     records: dict[int, OpRecord] = {}
     # The engine runs ops outside any autocast region; the casts of the captured one are ops of the graph.
     outside = torch.autocast(where.type, enabled=False)
@@ -125,11 +130,12 @@ def _record_on(
         for vertex in kernels:
             call = graph.ops[vertex.id]
             signature = _signature(vertex, call, vertices)
-            if signature not in known:
+            key = where, compute_threads, signature
+            if key not in known:
                 # Others may draw meanwhile, so the generator is set back around those ops alone that draw themselves.
                 with backend.generator_kept() if call.rng is not None else nullcontext():
-                    known[signature] = _measure(signature, label(call), where)
-            records[vertex.id] = known[signature]
+                    known[key] = _measure(signature, label(call), where)
+            records[vertex.id] = known[key]
     return records
 
 

@@ -10,10 +10,12 @@ from dataclasses import replace
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.config.keys import MOST_CHUNKS
 from disco_accel.decompose.micro_batches import StepOnParts
+from disco_accel.decompose.rows_at_home import choices_of_rows, with_rows_at_home
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.check import largest_need
 from disco_accel.plan.bound.peak_kernel_cost import bound_without_peaks, usual_need
 from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.summary import link_bytes
 from disco_accel.simulate.simulator import simulate
 from disco_accel.step.compile.stages import PLANNING_STAGES, PREPARING_STAGES, PlanRequest, StagedStep, run_stages
 
@@ -49,12 +51,16 @@ through so many. Of a tiny Llama 64 chunks need 8 % less than 8, and the search 
 
 
 def plan_in_chunks(whole: StepOnParts, asked: PlanRequest) -> StagedStep:
-    """Plan ``whole``, the step on all parts and ranks, in as many chunks as ``asked``.
+    """Plan ``whole``, the step on all parts and ranks, in as many chunks as ``asked``. Of a forward alone it may need
+    few rows of a weight, such as the experts of a token, in the place of the weight.
 
     Raises:
         BudgetTooSmall: with ``needed`` and ``given`` as whole budgets; where several numbers of chunks were tried, of
             some that are enough.
     """
+    few = _with_few_rows(whole, asked)
+    if few is not None:
+        return few
     if asked.chunks == 1:
         return _planned(asked, _prepared(whole, asked, None))
     if asked.chunks != "auto":
@@ -65,6 +71,31 @@ def plan_in_chunks(whole: StepOnParts, asked: PlanRequest) -> StagedStep:
             return _told(_shorter(whole, asked, plain))
     asked.say("the step does not fit whole, trying chunks of large kernels")
     return _told(_fewest(whole, asked))
+
+
+def _with_few_rows(whole: StepOnParts, asked: PlanRequest) -> StagedStep | None:
+    """``whole``, a forward alone whose weights do not fit, with rows of some picked on the host. None where it needs
+    most rows, or where that is not shorter than with all weights loaded."""
+    if whole.captured.gradients or asked.sharing.devices > 1:
+        return None
+    made = []
+    for readers in choices_of_rows(whole.captured.graph, asked.arena):
+        graph = with_rows_at_home(whole.captured.graph, readers)
+        picked = whole.captured.rewritten("rows at home", "the host picks rows of large weights", graph)
+        with suppress(BudgetTooSmall, Infeasible):
+            prepared = _prepared(replace(whole, captured=picked), asked, None)
+            made.append(_planned(asked, prepared, names_needed=False))
+    if not made:
+        return None
+    plain = None
+    with suppress(BudgetTooSmall, Infeasible):
+        plain = _planned(asked, _prepared(whole, asked, None), names_needed=False)
+        made.append(plain)
+    fastest = min(_seconds(each, asked) for each in made)
+    # Of those that are about as fast the one that leaves the link alone.
+    alike = [each for each in made if _GOES_ON * _seconds(each, asked) <= fastest]
+    best = min(alike, key=lambda each: link_bytes(each.planned.plan))
+    return None if best is plain and asked.chunks != 1 else best
 
 
 def _fewest(whole: StepOnParts, asked: PlanRequest) -> StagedStep:

@@ -1,0 +1,259 @@
+"""Rows of large tables in the place of the tables: a kernel that needs a few rows of a frozen weight gets these alone.
+
+A *host device* picks the rows where the weight has its home, and a copy takes them to the device. Two kinds of kernels
+need few rows: those that gather (an embedding, the experts of a token picked by number), which run at home as they are;
+and products by expert, which get the experts that have tokens, in their order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from disco_accel.graph.check import largest_need
+from disco_accel.graph.op_traits import Arithmetic, op_traits
+from disco_accel.graph.spaces import Space, SpaceKind
+from disco_accel.graph.taskgraph import (
+    EnumArg,
+    OpCall,
+    OpResult,
+    Ref,
+    TaskGraph,
+    TensorArg,
+    TensorSpec,
+    Vertex,
+    VertexKind,
+    tensor_args,
+)
+from disco_accel.graph.values import is_handed_out, never_changes
+
+_FEW = 2
+"""Rows are picked where a table has at least so many times as many."""
+
+_AHEAD = 4
+"""The host device has room for so many times the most rows that one kernel picks: those of a layer, and of the next."""
+
+_BESIDE = 4
+"""Beside weights that stay there is room for so many times the most rows that one kernel picks, and other values."""
+
+_WORTH = 64
+"""Rows are picked where that saves more than the bytes of all weights through this: each pick waits for the host."""
+
+_SMALL_VALUES = 1 << 20
+"""Bytes of it for row numbers, and for scratch."""
+
+_WORDS = ((8, "int64"), (4, "int32"), (2, "int16"), (1, "uint8"))
+"""Rows are copied as integers of the largest size that divides them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """Kernel ``vertex`` needs ``rows`` of the ``of`` rows that the weight of INPUT ``weight`` has, each of ``nbytes``.
+    ``by_expert``: it multiplies by them; else it gathers them, so that its result is the rows."""
+
+    vertex: int
+    weight: int
+    rows: int
+    of: int
+    nbytes: int
+    by_expert: bool
+
+    @property
+    def saved(self) -> int:
+        """Bytes of the weight that it does not need."""
+        return (self.of - self.rows) * self.nbytes
+
+
+def row_readers(graph: TaskGraph) -> list[RowReader]:
+    """Kernels of ``graph`` that need few rows of weights of which no other kernel needs more."""
+    by_id = {vertex.id: vertex for vertex in graph.vertices}
+    users: dict[int, list[RowReader | None]] = defaultdict(list)
+    for vertex in graph.vertices:
+        found = _reader(graph, by_id, vertex)
+        for producer in dict.fromkeys(producer for producer, _ in vertex.inputs if never_changes(by_id[producer])):
+            users[producer].append(found if found is not None and found.weight == producer else None)
+    return [reader for readers in users.values() if None not in readers for reader in readers if reader is not None]
+
+
+def _reader(graph: TaskGraph, by_id: Mapping[int, Vertex], vertex: Vertex) -> RowReader | None:
+    call = graph.ops.get(vertex.id)
+    if vertex.kind is not VertexKind.KERNEL or call is None or is_handed_out(vertex) or vertex.inplace:
+        return None
+    traits = op_traits(call.name)
+    tensors = list(tensor_args(call.args))
+    by_expert = traits.arithmetic is Arithmetic.GROUPED
+    if not (len(tensors) == 3 if by_expert else traits.gathers and len(tensors) > 1):
+        return None
+    table = tensors[1 if by_expert else 0]
+    weight, spec = by_id[vertex.inputs[table.input][0]], table.spec
+    rows = _rows_needed(tensors, call, by_expert)
+    if not never_changes(weight) or spec.offset or not spec.shape or rows is None or rows * _FEW > spec.shape[0]:
+        return None
+    nbytes, rest = divmod(weight.sizes[0], spec.shape[0])
+    if rest or not _rows_lie_apart(spec, nbytes):
+        return None
+    return RowReader(vertex.id, weight.id, rows, spec.shape[0], nbytes, by_expert)
+
+
+def _rows_needed(tensors: list[TensorArg], call: OpCall, by_expert: bool) -> int | None:
+    """At most; None if that is not known."""
+    if by_expert:
+        tokens, experts, ends = (tensor.spec for tensor in tensors[:3])
+        flat = len(tokens.shape) == 2 and len(experts.shape) == 3 and ends.shape == experts.shape[:1]
+        return tokens.shape[0] if flat and ends.dtype == "int32" and ends.stride == (1,) and not ends.offset else None
+    (result,) = call.results if len(call.results) == 1 else (None,)
+    first = tensors[0].spec.shape
+    if result is None or result.spec.shape[-len(first[1:]) :] != first[1:] or len(first) < 2:
+        return None
+    return math.prod(result.spec.shape[: 1 - len(first)])
+
+
+def _rows_lie_apart(spec: TensorSpec, nbytes: int) -> bool:
+    """Whether each row of ``spec`` is the next ``nbytes`` of the memory, all of them."""
+    itemsize = nbytes // math.prod(spec.shape[1:]) if math.prod(spec.shape[1:]) else 0
+    if not itemsize or itemsize * spec.stride[0] != nbytes:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(spec.stride[1:], spec.shape[1:], strict=True)):
+        if stride != expected and size > 1:
+            return False
+        expected *= size
+    return itemsize * expected == nbytes
+
+
+def with_rows_at_home(graph: TaskGraph, readers: Collection[RowReader]) -> TaskGraph:
+    """Return ``graph`` with a host device that picks the rows of ``readers``."""
+    return _Picking(graph, {reader.vertex: reader for reader in readers}).run() if readers else graph
+
+
+class _Picking:
+    """Walks ``graph`` in its order. Kernels that gather keep their ids, and so do products by expert."""
+
+    def __init__(self, graph: TaskGraph, readers: Mapping[int, RowReader]) -> None:
+        self._graph, self._readers = graph, readers
+        self._host = max(device.id for device in graph.devices) + 1
+        self._fresh = max(vertex.id for vertex in graph.vertices) + 1
+        self._sizes = {(vertex.id, k): size for vertex in graph.vertices for k, size in enumerate(vertex.sizes)}
+        self._by_id = {vertex.id: vertex for vertex in graph.vertices}
+        self._vertices: list[Vertex] = []
+        self._calls = dict(graph.ops)
+        self._at_home: dict[Ref, Ref] = {}
+        """Value of the device → its copy on the host device."""
+        self._moved: dict[Ref, Ref] = {}
+        """Result of a kernel that has moved to the host device → its copy on the device."""
+        self._picked: dict[tuple[Ref, int], tuple[Ref, Ref]] = {}
+        """Ends of the tokens of each expert, and number of tokens → the experts to pick, on the host device, and the
+        ends of their tokens, on the device."""
+
+    def run(self) -> TaskGraph:
+        for vertex in self._graph.vertices:
+            vertex = replace(vertex, inputs=tuple(self._moved.get(ref, ref) for ref in vertex.inputs))
+            reader = self._readers.get(vertex.id)
+            if reader is None:
+                self._vertices.append(vertex)
+            elif reader.by_expert:
+                self._multiply(vertex, reader)
+            else:
+                self._gather(vertex)
+        largest = max(reader.rows * reader.nbytes for reader in self._readers.values())
+        host = Space(self._host, _AHEAD * largest + _SMALL_VALUES, kind=SpaceKind.HOST)
+        backing = tuple(space for space in self._graph.spaces if space.id < 0)
+        spaces = (*self._graph.devices, host, *backing)
+        return replace(self._graph, spaces=spaces, vertices=tuple(self._vertices), ops=self._calls)
+
+    def _gather(self, vertex: Vertex) -> None:
+        inputs = tuple(ref if never_changes(self._by_id[ref[0]]) else self._to_host(ref) for ref in vertex.inputs)
+        self._vertices.append(replace(vertex, inputs=inputs, space=self._host, may_inplace=()))
+        self._moved[vertex.id, 0] = self._copy((vertex.id, 0), self._host, vertex.space)
+
+    def _multiply(self, vertex: Vertex, reader: RowReader) -> None:
+        """The expert of a token is the first whose tokens end behind it. Of equal experts that are picked the first
+        gets all their tokens: the others, with the same end, get none."""
+        call = self._calls[vertex.id]
+        tokens, experts, ends = list(tensor_args(call.args))[:3]
+        picked, new_ends = self._experts(vertex.inputs[ends.input], ends.spec, reader.rows, vertex.space)
+        word = next((size, dtype) for size, dtype in _WORDS if reader.nbytes % size == 0)
+        count = reader.nbytes // word[0]
+        table = TensorSpec(word[1], (reader.of, count), (count, 1))
+        rows = TensorSpec(word[1], (reader.rows, count), (count, 1))
+        index = TensorSpec("int64", (reader.rows,), (1,))
+        select = _call("index_select", (TensorArg(0, table), 0, TensorArg(1, index)), rows, call.module)
+        found = self._kernel(select, ((reader.weight, 0), picked), reader.rows * reader.nbytes)
+        moved = self._copy(found, self._host, vertex.space)
+        few = replace(experts.spec, shape=(reader.rows, *experts.spec.shape[1:]))
+        lies = TensorSpec("int32", (reader.rows,), (1,))
+        args = (replace(tokens, input=0), TensorArg(1, few), TensorArg(2, lies), *call.args[3:])
+        self._calls[vertex.id] = replace(call, args=args)
+        inputs = vertex.inputs[tokens.input], moved, new_ends
+        self._vertices.append(replace(vertex, inputs=inputs, may_inplace=()))
+
+    def _experts(self, ends: Ref, spec: TensorSpec, rows: int, device: int) -> tuple[Ref, Ref]:
+        key = ends, rows
+        if key not in self._picked:
+            there, ints = self._to_host(ends), TensorSpec("int32", (rows,), (1,))
+            wide, scalar = replace(ints, dtype="int64"), spec.shape[0] - 1
+            count = (rows, EnumArg("dtype", "int32"), None, EnumArg("device", "cpu"), False)
+            places = self._kernel(_call("arange", count, ints), (), 4 * rows)
+            search = (TensorArg(0, spec), TensorArg(1, ints), False, True, None, None)
+            found = self._kernel(_call("searchsorted", search, wide, overload="Tensor"), (there, places), 8 * rows)
+            clamp = _call("clamp_max", (TensorArg(0, wide), scalar), wide)
+            picked = self._kernel(clamp, (found,), 8 * rows)
+            select = _call("index_select", (TensorArg(0, spec), 0, TensorArg(1, wide)), ints)
+            new = self._kernel(select, (there, picked), 4 * rows)
+            self._picked[key] = picked, self._copy(new, self._host, device)
+        return self._picked[key]
+
+    def _kernel(self, call: OpCall, inputs: tuple[Ref, ...], nbytes: int) -> Ref:
+        self._calls[self._fresh] = call
+        return self._add(Vertex(self._fresh, VertexKind.KERNEL, self._host, call.name, inputs, (nbytes,)))
+
+    def _to_host(self, ref: Ref) -> Ref:
+        if ref not in self._at_home:
+            self._at_home[ref] = self._copy(ref, self._by_id[ref[0]].space, self._host)
+        return self._at_home[ref]
+
+    def _copy(self, ref: Ref, source: int, target: int) -> Ref:
+        op = "to_host" if target == self._host else "to_device"
+        return self._add(Vertex(self._fresh, VertexKind.COPY, target, op, (ref,), (self._sizes[ref],), source=source))
+
+    def _add(self, vertex: Vertex) -> Ref:
+        self._vertices.append(vertex)
+        self._sizes[vertex.id, 0] = vertex.sizes[0]
+        self._fresh += 1
+        return vertex.id, 0
+
+
+def _call(
+    name: str, args: tuple[object, ...], spec: TensorSpec, module: str = "", *, overload: str = "default"
+) -> OpCall:
+    return OpCall(f"aten::{name}", overload, args, (OpResult(0, spec),), module)  # type: ignore[arg-type]
+
+
+def choices_of_rows(graph: TaskGraph, arena: int) -> list[list[RowReader]]:
+    """Kernels of ``graph``, a forward alone, whose rows the host may pick: all, and all but those whose weights fit
+    into ``arena`` bytes beside the other weights. None where all weights fit, or where few bytes are saved."""
+    weights = sum(vertex.sizes[0] for vertex in graph.vertices if never_changes(vertex))
+    most = max(largest_need(graph, device.id)[0] for device in graph.devices)
+    readers = row_readers(graph)
+    saved = sum({reader.weight: reader.saved for reader in readers}.values())
+    if weights + most <= arena or saved * _WORTH <= weights:
+        return []
+    tables = sum({reader.weight: reader.of * reader.nbytes for reader in readers}.values())
+    picked = max(reader.rows * reader.nbytes for reader in readers)
+    kept = set(_fitting(readers, arena - (weights - tables) - _BESIDE * picked))
+    some = [reader for reader in readers if reader not in kept]
+    return [some, readers] if kept and some else [readers]
+
+
+def _fitting(readers: Collection[RowReader], room: int) -> Iterator[RowReader]:
+    """Those of ``readers``, from the last on, whose weights fit into ``room`` bytes."""
+    weights: dict[int, list[RowReader]] = {}
+    for reader in readers:
+        weights.setdefault(reader.weight, []).append(reader)
+    for of in reversed(weights.values()):
+        size = of[0].of * of[0].nbytes
+        if size <= room:
+            room -= size
+            yield from of

@@ -1,0 +1,144 @@
+"""Rows of large weights picked on the host: which kernels need few, and that results are the same to the bit."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from disco_accel import DiscoConfig, prepare, stats
+from disco_accel.decompose.rows_at_home import choices_of_rows, row_readers, with_rows_at_home
+from disco_accel.errors import ExecutionError
+from disco_accel.graph.check import check_taskgraph
+from disco_accel.graph.taskgraph import OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.graph.traits import FROZEN
+from disco_accel.plan.summary import link_bytes
+from disco_accel.step.run.session import find_state
+from tests.support.models import family_lora, random_batch
+
+EXPERTS = {"num_experts": 32, "moe_intermediate_size": 64, "hidden_size": 64}
+SLOW_LINK: dict[str, Any] = {"device": "cpu", "plan_cache": None, "link_bandwidth": 1e8}
+"""Loads take much longer than kernels on any machine."""
+ONE_LAYER = "1600KiB"
+"""Room for the experts of one of the two layers, which a prompt needs."""
+
+
+def experts_of(how: str, seed: int = 0) -> Any:
+    model: Any = family_lora("qwen3_moe", **EXPERTS, seed=seed).eval()
+    model.get_base_model().set_experts_implementation(how)
+    return model
+
+
+def generated(model: Any, ids: torch.Tensor) -> Any:
+    keys = {"cache_implementation": "static", "do_sample": False, "pad_token_id": 0, "eos_token_id": 95}
+    mask = torch.ones_like(ids)
+    return model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True, output_logits=True, **keys
+    )
+
+
+def assert_same(ours: Any, eagers: Any) -> None:
+    assert torch.equal(ours.sequences, eagers.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(ours.logits, eagers.logits, strict=True))
+
+
+def loads(model: Any) -> list[int]:
+    """Bytes that each plan loads, in the order in which they were made."""
+    state = find_state(model)
+    assert state is not None
+    return [link_bytes(step.plan)[0] for step in state.budgets.plan_sets._plans.values()]
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["rows differ", "rows share experts"])
+def test_experts_without_tokens_are_not_loaded(random_order: None, alike: bool) -> None:
+    """Equal rows choose the same experts: each expert gets two tokens, as in eager mode."""
+    ids = random_batch(length=12)["input_ids"]
+    if alike:
+        ids[1] = ids[0]
+    eager = experts_of("grouped_mm")
+    planned = prepare(copy.deepcopy(eager), DiscoConfig(memory_budget=ONE_LAYER, **SLOW_LINK))
+    for _ in range(2):
+        assert_same(generated(planned, ids), generated(eager, ids))
+    assert stats(planned)["forwards_unplanned"] == 0
+    prompt, token = loads(planned)
+    weights = sum(p.nbytes for name, p in eager.named_parameters() if ".experts." in name)
+    assert prompt > 0.4 * weights, "a prompt needs most of the experts"
+    assert token < 0.2 * weights, "of 32 experts 4 were chosen at most"
+
+
+def test_experts_picked_by_number_come_from_the_host(random_order: None) -> None:
+    """As transformers picks them for a token on a GPU."""
+    ids = random_batch(batch=1, length=12)["input_ids"]
+    eager = experts_of("batched_mm")
+    planned = prepare(copy.deepcopy(eager), DiscoConfig(memory_budget="3MiB", **SLOW_LINK))
+    assert_same(generated(planned, ids), generated(eager, ids))
+    assert loads(planned)[1] < 1 << 18
+
+
+def test_a_row_number_behind_the_table_is_an_error_as_in_eager_mode() -> None:
+    """An embedding of 16,384 rows, of which a forward needs 4; the step after the error is right."""
+    torch.manual_seed(0)
+    eager = torch.nn.Sequential(torch.nn.Embedding(1 << 14, 32), torch.nn.Linear(32, 32)).eval()
+    eager[0].requires_grad_(False)
+    model = prepare(copy.deepcopy(eager), DiscoConfig(memory_budget="512KiB", **SLOW_LINK))
+    ids = torch.tensor([3, 16383, 0, 3])
+    with torch.no_grad():
+        assert torch.equal(model(ids), eager(ids))
+        assert stats(model)["forwards_planned"] == 1 and loads(model)[0] < 1 << 14
+        with pytest.raises((ExecutionError, IndexError)):
+            model(torch.tensor([3, 1 << 14, 0, 3]))
+        assert torch.equal(model(ids), eager(ids))
+
+
+def _vertex(number: int, kind: VertexKind, op: str, inputs: tuple[Any, ...], size: int, **keys: Any) -> Vertex:
+    return Vertex(number, kind, 0, op, inputs, (size,), **keys)
+
+
+def _embedding(rows: int, wanted: int, more: bool = False) -> TaskGraph:
+    """A table of ``rows`` of 64 bytes, of which a kernel gathers ``wanted``; with ``more`` another reads all of it."""
+    from disco_accel.graph.spaces import Space
+    from disco_accel.graph.traits import FOREIGN
+
+    table, ids = TensorSpec("float32", (rows, 16), (16, 1)), TensorSpec("int64", (wanted,), (1,))
+    found = TensorSpec("float32", (wanted, 16), (16, 1))
+    gather = OpCall(
+        "aten::embedding",
+        "default",
+        (TensorArg(0, table), TensorArg(1, ids), -1, False, False),
+        (OpResult(0, found),),
+    )
+    vertices = [
+        _vertex(0, VertexKind.INPUT, "table", (), 64 * rows, traits=FROZEN),
+        _vertex(1, VertexKind.INPUT, "ids", (), 8 * wanted, traits=FOREIGN),
+        _vertex(2, VertexKind.KERNEL, "aten::embedding", ((0, 0), (1, 0)), 64 * wanted),
+        _vertex(3, VertexKind.KERNEL, "aten::neg", ((2, 0),), 64 * wanted, keep=True),
+    ]
+    calls = {2: gather, 3: OpCall("aten::neg", "default", (TensorArg(0, found),), (OpResult(0, found),))}
+    if more:
+        vertices.append(_vertex(4, VertexKind.KERNEL, "aten::neg", ((0, 0),), 64 * rows, keep=True))
+        calls[4] = OpCall("aten::neg", "default", (TensorArg(0, table),), (OpResult(0, table),))
+    return TaskGraph("g", (Space(0),), tuple(vertices), calls)
+
+
+def test_only_tables_of_which_no_kernel_needs_more_are_left_on_the_host() -> None:
+    (reader,) = row_readers(_embedding(100, 4))
+    assert (reader.rows, reader.of, reader.nbytes, reader.saved) == (4, 100, 64, 96 * 64)
+    assert row_readers(_embedding(100, 51)) == [], "most rows are needed"
+    assert row_readers(_embedding(100, 4, more=True)) == [], "another kernel reads the table"
+
+
+def test_nothing_is_picked_where_the_weights_fit() -> None:
+    graph = _embedding(1000, 4)
+    assert choices_of_rows(graph, 1 << 20) == []
+    (readers,) = choices_of_rows(graph, 32 << 10)
+    picked = with_rows_at_home(graph, readers)
+    check_taskgraph(picked)
+    by_id = {vertex.id: vertex for vertex in picked.vertices}
+    assert [device.is_host_device for device in picked.devices] == [False, True]
+    assert by_id[2].space == 1 and by_id[3].space == 0, "the gathering kernel has moved, its reader has not"
+    assert by_id[by_id[3].inputs[0][0]].kind is VertexKind.COPY
+    assert with_rows_at_home(graph, []) == graph
+    assert replace(picked, ops={}) != graph
