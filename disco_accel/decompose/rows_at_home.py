@@ -49,7 +49,7 @@ _WORDS = ((8, "int64"), (4, "int32"), (2, "int16"), (1, "uint8"))
 
 
 @dataclass(frozen=True, slots=True)
-class RowReader:
+class _RowReader:
     """Kernel ``vertex`` needs ``rows`` of the ``of`` rows that the weight of INPUT ``weight`` has, each of ``nbytes``.
     ``by_expert``: it multiplies by them; else it gathers them, so that its result is the rows."""
 
@@ -66,10 +66,10 @@ class RowReader:
         return (self.of - self.rows) * self.nbytes
 
 
-def row_readers(graph: TaskGraph) -> list[RowReader]:
+def row_readers(graph: TaskGraph) -> list[_RowReader]:
     """Kernels of ``graph`` that need few rows of weights of which no other kernel needs more."""
     by_id = {vertex.id: vertex for vertex in graph.vertices}
-    users: dict[int, list[RowReader | None]] = defaultdict(list)
+    users: dict[int, list[_RowReader | None]] = defaultdict(list)
     for vertex in graph.vertices:
         found = _reader(graph, by_id, vertex)
         for producer in dict.fromkeys(producer for producer, _ in vertex.inputs if never_changes(by_id[producer])):
@@ -77,7 +77,7 @@ def row_readers(graph: TaskGraph) -> list[RowReader]:
     return [reader for readers in users.values() if None not in readers for reader in readers if reader is not None]
 
 
-def _reader(graph: TaskGraph, by_id: Mapping[int, Vertex], vertex: Vertex) -> RowReader | None:
+def _reader(graph: TaskGraph, by_id: Mapping[int, Vertex], vertex: Vertex) -> _RowReader | None:
     call = graph.ops.get(vertex.id)
     if vertex.kind is not VertexKind.KERNEL or call is None or is_handed_out(vertex) or vertex.inplace:
         return None
@@ -94,7 +94,7 @@ def _reader(graph: TaskGraph, by_id: Mapping[int, Vertex], vertex: Vertex) -> Ro
     nbytes, rest = divmod(weight.sizes[0], spec.shape[0])
     if rest or not _rows_lie_apart(spec, nbytes):
         return None
-    return RowReader(vertex.id, weight.id, rows, spec.shape[0], nbytes, by_expert)
+    return _RowReader(vertex.id, weight.id, rows, spec.shape[0], nbytes, by_expert)
 
 
 def _rows_needed(tensors: list[TensorArg], call: OpCall, by_expert: bool) -> int | None:
@@ -123,7 +123,7 @@ def _rows_lie_apart(spec: TensorSpec, nbytes: int) -> bool:
     return itemsize * expected == nbytes
 
 
-def with_rows_at_home(graph: TaskGraph, readers: Collection[RowReader]) -> TaskGraph:
+def with_rows_at_home(graph: TaskGraph, readers: Collection[_RowReader]) -> TaskGraph:
     """Return ``graph`` with a host device that picks the rows of ``readers``."""
     return _Picking(graph, {reader.vertex: reader for reader in readers}).run() if readers else graph
 
@@ -131,7 +131,7 @@ def with_rows_at_home(graph: TaskGraph, readers: Collection[RowReader]) -> TaskG
 class _Picking:
     """Walks ``graph`` in its order. Kernels that gather keep their ids, and so do products by expert."""
 
-    def __init__(self, graph: TaskGraph, readers: Mapping[int, RowReader]) -> None:
+    def __init__(self, graph: TaskGraph, readers: Mapping[int, _RowReader]) -> None:
         self._graph, self._readers = graph, readers
         self._host = max(device.id for device in graph.devices) + 1
         self._fresh = max(vertex.id for vertex in graph.vertices) + 1
@@ -168,7 +168,7 @@ class _Picking:
         self._vertices.append(replace(vertex, inputs=inputs, space=self._host, may_inplace=()))
         self._moved[vertex.id, 0] = self._copy((vertex.id, 0), self._host, vertex.space)
 
-    def _multiply(self, vertex: Vertex, reader: RowReader) -> None:
+    def _multiply(self, vertex: Vertex, reader: _RowReader) -> None:
         """The expert of a token is the first whose tokens end behind it. Of equal experts that are picked the first
         gets all their tokens: the others, with the same end, get none."""
         call = self._calls[vertex.id]
@@ -231,7 +231,7 @@ def _call(
     return OpCall(f"aten::{name}", overload, args, (OpResult(0, spec),), module)  # type: ignore[arg-type]
 
 
-def choices_of_rows(graph: TaskGraph, arena: int) -> list[list[RowReader]]:
+def choices_of_rows(graph: TaskGraph, arena: int) -> list[list[_RowReader]]:
     """Kernels of ``graph``, a forward alone, whose rows the host may pick: all, and all but those whose weights fit
     into ``arena`` bytes beside the other weights. None where all weights fit, or where few bytes are saved."""
     weights = sum(vertex.sizes[0] for vertex in graph.vertices if never_changes(vertex))
@@ -247,9 +247,9 @@ def choices_of_rows(graph: TaskGraph, arena: int) -> list[list[RowReader]]:
     return [some, readers] if kept and some else [readers]
 
 
-def _fitting(readers: Collection[RowReader], room: int) -> Iterator[RowReader]:
+def _fitting(readers: Collection[_RowReader], room: int) -> Iterator[_RowReader]:
     """Those of ``readers``, from the last on, whose weights fit into ``room`` bytes."""
-    weights: dict[int, list[RowReader]] = {}
+    weights: dict[int, list[_RowReader]] = {}
     for reader in readers:
         weights.setdefault(reader.weight, []).append(reader)
     for of in reversed(weights.values()):

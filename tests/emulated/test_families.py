@@ -61,6 +61,27 @@ def test_prompts_and_decoding_are_eagers(family: str) -> None:
 
 
 @pytest.mark.usefixtures("random_order")
+def test_the_host_picks_the_experts_of_a_token() -> None:
+    """transformers decodes with experts picked by number there; their numbers go to the host while copies run."""
+    model = family_lora("qwen3_moe", num_experts=32, moe_intermediate_size=64, hidden_size=64).eval()
+    eager = copy.deepcopy(model).to(CUDA)
+    inputs: dict[str, Any] = {k: v for k, v in batch(0).items() if k != "labels"}
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 95, "pad_token_id": 0}
+
+    def generated(m: Any) -> torch.Tensor:
+        ids: torch.Tensor = m.generate(**inputs, **options, cache_implementation="static")
+        return ids
+
+    planned = least(model, generated)
+    for _ in range(2):
+        assert torch.equal(generated(planned), generated(eager))
+    found = stats(planned)
+    assert found["forwards_unplanned"] == 0 and found["engine"]["c10_allocations"] == 0
+    weights = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    assert 0 < found["reload_bytes"] < weights // 2
+
+
+@pytest.mark.usefixtures("random_order")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_steps_in_chunks_are_eagers(family: str) -> None:
     """To rounding, with dropout, which runs whole and draws as it does without chunks."""

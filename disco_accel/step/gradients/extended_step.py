@@ -66,8 +66,9 @@ def extended(step: CompiledStep, *, accumulate: bool, norms: bool) -> ExtendedSt
     kernels = frozenset(graph.ops.keys() - plain.graph.ops.keys())
     if not kernels:
         return ExtendedStep(plain, step.records)
-    threads = {"compute_threads": step.engine.compute_threads, "host_threads": step.engine.host_threads}
-    measured = record(graph, device=step.engine.device, only=kernels, **threads)
+    engine = step.engine
+    own, host = engine.compute_threads, engine.host_threads
+    measured = record(graph, device=engine.device, compute_threads=own, host_threads=host, only=kernels)
     captured = plain.rewritten("gradients", "their sums and norms", measurements(measured).run(graph))
     return ExtendedStep(captured, {**step.records, **measured}, old, planned)
 

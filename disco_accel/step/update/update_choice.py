@@ -52,8 +52,8 @@ class UpdateChoice:
         """Of weights of a step of ``graph``, measured as ``engine`` runs its kernels."""
 
         def measure(graph: TaskGraph, only: frozenset[int]) -> dict[int, OpRecord]:
-            threads = {"compute_threads": engine.compute_threads, "host_threads": engine.host_threads}
-            return record(graph, device=engine.device, only=only, **threads)
+            own, host = engine.compute_threads, engine.host_threads
+            return record(graph, device=engine.device, compute_threads=own, host_threads=host, only=only)
 
         return cls(graph, weights, parts, backend_of(run_device(engine.device)).rate_dtype, measure)
 
