@@ -10,7 +10,7 @@ from dataclasses import replace
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.config.keys import MOST_CHUNKS
 from disco_accel.decompose.micro_batches import StepOnParts
-from disco_accel.decompose.rows_at_home import choices_of_rows, with_rows_at_home
+from disco_accel.decompose.rows_at_home import choices_of_rows, row_readers, with_rows_at_home
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.check import largest_need
 from disco_accel.plan.bound.peak_kernel_cost import bound_without_peaks, usual_need
@@ -76,10 +76,12 @@ def plan_in_chunks(whole: StepOnParts, asked: PlanRequest) -> StagedStep:
 def _with_few_rows(whole: StepOnParts, asked: PlanRequest) -> StagedStep | None:
     """``whole``, a forward alone whose weights do not fit, with rows of some picked on the host. None where it needs
     most rows, or where that is not shorter than with all weights loaded."""
-    if whole.captured.gradients or asked.sharing.devices > 1:
+    if whole.captured.gradients or asked.sharing.devices > 1 or not row_readers(whole.captured.graph):
         return None
+    # The arena is known when libraries have their workspaces.
+    known = run_stages(_prepared(whole, asked, None), PLANNING_STAGES[:1], asked)
     made = []
-    for readers in choices_of_rows(whole.captured.graph, asked.arena):
+    for readers in choices_of_rows(whole.captured.graph, known.budget(asked).arena):
         graph = with_rows_at_home(whole.captured.graph, readers)
         picked = whole.captured.rewritten("rows at home", "the host picks rows of large weights", graph)
         with suppress(BudgetTooSmall, Infeasible):
