@@ -76,7 +76,9 @@ def plan_in_chunks(whole: StepOnParts, asked: PlanRequest) -> StagedStep:
 def _with_few_rows(whole: StepOnParts, asked: PlanRequest) -> StagedStep | None:
     """``whole``, a forward alone whose weights do not fit, with rows of some picked on the host. None where it needs
     most rows, or where that is not shorter than with all weights loaded."""
-    if whole.captured.gradients or asked.sharing.devices > 1 or not row_readers(whole.captured.graph):
+    # The paper's planner knows no host device.
+    possible = asked.settings.planner == "timed" and asked.sharing.devices == 1 and not whole.captured.gradients
+    if not possible or not row_readers(whole.captured.graph):
         return None
     # The arena is known when libraries have their workspaces.
     known = run_stages(_prepared(whole, asked, None), PLANNING_STAGES[:1], asked)
