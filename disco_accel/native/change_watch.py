@@ -138,8 +138,10 @@ def executed_code() -> Iterator[ExecutedCode]:
 def watched_layouts(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
     """A function that compares plain tensors with now: whether they need gradients, their dtypes and shapes. While it
     lives no two can be swapped."""
+    # It registers the class.
+    same = _library().disco_same_layouts
     native = torch.classes.disco_accel.WatchedLayouts(list(tensors))
-    same, address = _library().disco_same_layouts, native.address()
+    address = native.address()
 
     def unchanged(_kept: object = native) -> bool:
         return bool(same(address))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from disco_accel.errors import CaptureError
+from disco_accel.step.state import python_state
 from disco_accel.step.state.step_key import is_packed, step_key
 from tests.support.models import random_batch, tiny_lora
 
@@ -208,6 +209,37 @@ def test_returning_to_an_earlier_state_returns_to_its_key() -> None:
         assert step_key(model, batch) != before
     model.train()
     assert step_key(model, batch) == before
+
+
+@pytest.mark.parametrize("change", [CHANGES[name] for name in CHANGES if not name.startswith("eval")])
+def test_a_change_between_evaluations_is_seen_in_both_modes(change: Change) -> None:
+    """The state of the other mode is kept meanwhile: neither it nor this one may be taken for what it was."""
+    model, batch = _start()
+    keys = []
+    for _ in range(2):
+        for training in (True, False):
+            model.train(training)
+            keys.append(step_key(model, batch))
+    assert keys[:2] == keys[2:] and keys[0] != keys[1]
+    with change(model, batch) or nullcontext():
+        for training in (True, False):
+            model.train(training)
+            assert step_key(model, batch) not in keys
+
+
+def test_a_switch_costs_no_walk_and_keeps_no_lost_object_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = _start()
+    keys = [step_key(model.train(mode), batch) for mode in (True, False)]
+    with monkeypatch.context() as patch:
+        patch.setattr(python_state, "Walk", None)
+        assert [step_key(model.train(mode), batch) for mode in (True, False) * 2] == keys * 2
+    norm = model.base_model.model.model.norm
+    lost = weakref.ref(norm.weight)
+    _replace_parameter(model, batch)
+    step_key(model, batch)
+    step_key(model.train(), batch)
+    gc.collect()
+    assert lost() is None
 
 
 def test_a_key_does_not_keep_its_model_alive() -> None:

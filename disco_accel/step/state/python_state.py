@@ -17,10 +17,12 @@ import numpy as np
 import torch
 
 from disco_accel.capture.parts import packed_beside_state
-from disco_accel.native.change_watch import ExecutedCode, WatchedContainers, watched_layouts
+from disco_accel.native.change_watch import ExecutedCode, Kind, WatchedContainers, watched_layouts
 from disco_accel.step.capture_lock import between_captures
 from disco_accel.step.state.containers import (
+    PLAIN,
     Change,
+    as_dict,
     content_of,
     differences,
     entry_name,
@@ -116,6 +118,17 @@ class PythonState:
             values = differences(container, content_of(container))
             if values:
                 yield container, values
+
+    def holds_all_but_plain_values(self) -> bool:
+        """Whether all that differs from it now is plain values, such as ``training``: it keeps no object alive that the
+        model has lost."""
+        for container, values in self.changes():
+            before = as_dict(container.kind, container.snapshot) if container.kind is not Kind.EQUAL else {}
+            if not all(
+                isinstance(before.get(key), PLAIN) and isinstance(value, PLAIN) for key, value in values.items()
+            ):
+                return False
+        return True
 
 
 def _has_layout(tensor: torch.Tensor) -> bool:

@@ -52,10 +52,13 @@ class StepKey:
 
 
 class ModelState:
-    """The numbers of the states that one model has been seen in, and the state that it was last seen in."""
+    """The numbers of the states that one model has been seen in, and the state that it was last seen in. The state
+    before is kept, too, where switches alone lie between the two, as ``eval()`` sets them: to look whether the model is
+    in it again takes a hundredth of the time of a walk."""
 
     def __init__(self) -> None:
         self._last: PythonState | None = None
+        self._before: PythonState | None = None
         self._names: frozenset[str] | None = None
         self._ran = False
         self._code: dict[types.CodeType, dict[str, Any]] = {}
@@ -85,7 +88,12 @@ class ModelState:
                 self.difference = self._last.last_difference
             # First, because the step would do it after its key was made, and seem to be another one at its end.
             settle_states(model)
-            self._last = PythonState(model, self._names, self._code.items())
+            last = self._last
+            if self._before is not None and self._before.same():
+                self._last, self._before = self._before, last
+            else:
+                self._last = PythonState(model, self._names, self._code.items())
+                self._before = last if last is not None and last.holds_all_but_plain_values() else None
         number = self._numbers.get(self._last.digest)
         self.number = self._numbers[self._last.digest] = next(self._next) if number is None else number
 
@@ -119,7 +127,7 @@ class ModelState:
         self._code.update((code, space) for code, space, _ in executed)
         self.runs_in_backward = self.runs_in_backward or any(backward for *_, backward in executed)
         if before != (self._names, len(self._code)) or changed:
-            self._last = PythonState(model, self._names, self._code.items())
+            self._last, self._before = PythonState(model, self._names, self._code.items()), None
             self.number = next(self._next) if changed else self.number
             self._numbers = {self._last.digest: self.number}
 
