@@ -29,9 +29,7 @@ _WAITS = {
 
 def seconds_text(seconds: float) -> str:
     """For people, with three digits that count."""
-    for least, scale, unit in ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs")):
-        if seconds >= least:
-            break
+    scale, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
     return f"{seconds * scale:.3g} {unit}" if seconds * scale < 1000 else f"{seconds * scale:.0f} {unit}"
 
 
@@ -48,7 +46,8 @@ def headline(step: _Step, gaps: Sequence[_Gap], lanes: Mapping[Lane, Sequence[Tr
         over = seconds / figures.bound_seconds
         cards += [["lower bound", seconds_text(figures.bound_seconds)], ["over the bound", f"{over:.3f}x"]]
         words.append(
-            f"No plan can take less than {seconds_text(figures.bound_seconds)}: the step takes {over:.3f} times as long."
+            f"No plan can take less than {seconds_text(figures.bound_seconds)}: "
+            f"the step takes {over:.3f} times as long."
         )
     if frozen:
         cards.append(["weights that stay", f"{stay / frozen:.0%}"])
@@ -80,23 +79,24 @@ def _limit(step: _Step, gaps: Sequence[_Gap], lanes: Mapping[Lane, Sequence[Trac
     busy = {lane: sum(e.end - e.start for e in events) / finish for lane, events in lanes.items()}
     kernels = max((lane for lane in busy if lane[1].startswith("compute")), key=busy.__getitem__, default=None)
     longest = max(busy, key=busy.__getitem__)
-    if kernels is not None and (busy[kernels] >= _BUSY or longest == kernels) and busy[kernels] >= _BUSY:
+    if kernels is not None and busy[kernels] >= _BUSY:
         where = "the host's kernels" if kernels[0] in hosts else "kernels"
-        return f"The limit is {where}: they run for {busy[kernels]:.0%} of the step, so copies cost next to nothing."
+        again = sum(e.end - e.start for e in lanes[kernels] if e.vertex in step.facts.repeats)
+        of_it = f", {seconds_text(again)} of it on values that were made before and not kept" if again else ""
+        return (
+            f"The limit is {where}: they run for {busy[kernels]:.0%} of the step{of_it}. Copies cost next to nothing."
+        )
     if longest != kernels and busy[longest] >= _BUSY:
         return (
-            f"The limit is the link: copies of the lane {longest[1]} run for {busy[longest]:.0%} of the step. More memory, "
-            "a faster link or more work for each load makes it shorter."
+            f"The limit is the link: copies of the lane {longest[1]} run for {busy[longest]:.0%} of the step. "
+            "More memory, a faster link or more work for each load makes it shorter."
         )
     if kernels is None:
         return f"The busiest lane, {longest[1]}, runs for {busy[longest]:.0%} of the step."
     waited = _by_cause(gap for gap in gaps if gap.lane == kernels)
     cause = max(waited, key=waited.__getitem__, default=None)
-    if cause is None:
-        return f"Kernels run for {busy[kernels]:.0%} of the step."
-    return (
-        f"Kernels run for {busy[kernels]:.0%} of the step. They wait most for {_WAITS[cause]}: {seconds_text(waited[cause])}."
-    )
+    longest_wait = "" if cause is None else f" They wait most for {_WAITS[cause]}: {seconds_text(waited[cause])}."
+    return f"Kernels run for {busy[kernels]:.0%} of the step.{longest_wait}"
 
 
 def _by_cause(gaps: Iterable[_Gap]) -> dict[_Cause, float]:
@@ -117,19 +117,12 @@ def choices(step: _Step, rows: Sequence[_ModuleRow]) -> list[list[str]]:
         found.append(["Computed again", f"{len(again)} kernels repeat an earlier one: {seconds_text(seconds)}."])
     else:
         found.append(["Computed again", "No kernel repeats an earlier one."])
-    dropped = more.get("recomputation")
-    if isinstance(dropped, dict) and dropped.get("kernels"):
-        found.append(
-            [
-                "Kept",
-                f"{dropped['kernels']} kernels are left out, {seconds_text(float(dropped['dropped']))} of them: their values, "
-                f"{format_size(int(dropped['kept_bytes']))}, are kept from their first maker, of which "
-                f"{format_size(int(dropped['offloaded_bytes']))} go to the host meanwhile.",
-            ]
-        )
+    found += _left_out(more.get("recomputation"))
     kept = sum(row.activations for row in rows)
     if kept:
-        found.append(["Kept", f"{format_size(kept)} of activations stay on the device from the forward to the backward."])
+        found.append(
+            ["Kept", f"{format_size(kept)} of activations stay on the device from the forward to the backward."]
+        )
     if facts.fused:
         calls = sum(count for vertex, count in facts.fused.items() if vertex in ran)
         there = sum(vertex in ran for vertex in facts.fused)
@@ -141,6 +134,24 @@ def choices(step: _Step, rows: Sequence[_ModuleRow]) -> list[list[str]]:
     if more.get("cut_short"):
         found.append(["Search", "It ended at plan_seconds: more seconds may find a faster plan."])
     return found
+
+
+def _left_out(recomputation: object) -> list[list[str]]:
+    """Of the kernels that a plan leaves out, from ``Recomputation`` as a file has it."""
+    if not isinstance(recomputation, dict):
+        return []
+    numbers = [recomputation.get(key) for key in ("kernels", "dropped", "kept_bytes", "offloaded_bytes")]
+    match numbers:
+        case [int(kernels), int() | float() as seconds, int(kept), int(away)] if kernels:
+            return [
+                [
+                    "Kept",
+                    f"{kernels} kernels are left out, {seconds_text(seconds)} of them: their values, "
+                    f"{format_size(kept)}, are kept from their first maker, of which {format_size(away)} go to the "
+                    "host meanwhile.",
+                ]
+            ]
+    return []
 
 
 def figures_rows(step: _Step) -> list[list[str]]:

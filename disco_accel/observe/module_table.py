@@ -63,12 +63,16 @@ class _ModuleRow:
 
 
 def module_rows(
-    plan: MemGraph, events: Sequence[TracedEvent], there: Sequence[_Stay], facts: _StepFacts
+    plan: MemGraph,
+    events: Sequence[TracedEvent],
+    there: Sequence[_Stay],
+    facts: _StepFacts,
+    phase: Mapping[int, _Phase],
 ) -> list[_ModuleRow]:
     """A row for each module, that of the most seconds first. Sums over rows are the plan's own figures. Bytes of a
-    tensor belong to the module of the kernel that reads it first; "" is the module of all that has none."""
+    tensor belong to the module of the kernel that reads it first; "" is the module of all that has none. ``phase``:
+    ``phases`` of the plan."""
     rows: dict[str, _ModuleRow] = {}
-    phase = phases(plan)
     by_id = {vertex.id: vertex for vertex in plan.vertices}
 
     def row(vertex: int) -> _ModuleRow:

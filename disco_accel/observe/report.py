@@ -85,8 +85,7 @@ def write_report(
     in_memory_peak: int | None = None,
     facts: _StepFacts = NO_FACTS,
 ) -> list[Path]:
-    """Write plan.json, trace.json, stats.json, report.txt, report.html and, where matplotlib is installed, step.png into
-    ``folder``.
+    """Write plan.json, trace.json, stats.json, report.txt, report.html and, with matplotlib, step.png into ``folder``.
 
     ``events`` are those of one traced step, ``stats`` is ``disco_accel.stats(model)`` after it, ``facts`` are those of
     the plan's graph. Returns the files.

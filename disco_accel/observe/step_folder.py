@@ -176,9 +176,8 @@ def _rows(rows: list[Any], plan: MemGraph, names: Mapping[int, str]) -> tuple[li
         if lane is None:
             raise GraphFileError(f"{where}: tid: is the number of no lane")
         # Picoseconds: two that follow each other at one time do so after the way to microseconds and back.
-        events[vertex] = _FileEvent(
-            vertex, lane, issue * 1e-6, *(round(t * 1e-6, 12) for t in (start, start + length)), _whole(args, "bytes", where)
-        )
+        seconds = (round(t * 1e-6, 12) for t in (issue, start, start + length))
+        events[vertex] = _FileEvent(vertex, lane, *seconds, _whole(args, "bytes", where))
         if "module" in args:
             modules[vertex] = str(args["module"])
         if "repeats" in args:
@@ -202,5 +201,3 @@ def _micro(row: Mapping[str, Any], key: str, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e15 < value < 1e15:
         raise GraphFileError(f"{where}: {key}: expected microseconds, got {shown(value)}")
     return float(value)
-
-

@@ -6,6 +6,7 @@ thousand vertices stays a few megabytes.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from disco_accel.observe.module_table import module_rows, phases
 from disco_accel.observe.plots import GROUPS, LANE_NAMES, group_of
 from disco_accel.observe.step_folder import _Step
 from disco_accel.observe.tensor_moves import moved_values
-from disco_accel.observe.timeline import Content, _Stay, levels, stays
+from disco_accel.observe.timeline import Content, levels, stays
 
 VERSION = 1
 """Of the object: its page reads this one alone."""
@@ -30,6 +31,18 @@ _NANO = 1e9
 def step_model(step: _Step) -> dict[str, Any]:
     """The model of ``step``, ready for JSON."""
     return _Model(step).run()
+
+
+def common_prefix(names: Sequence[str]) -> str:
+    """The parts, each with its dot, that all ``names`` with a dot begin with; the name of a list stays with its
+    numbers."""
+    dotted = [name.split(".") for name in set(names) if "." in name]
+    shared = ""
+    for parts, after in itertools.pairwise(zip(*dotted, strict=False)):
+        if len(set(parts)) > 1 or any(part.isdigit() for part in (*parts, *after)):
+            break
+        shared += f"{parts[0]}."
+    return shared if len(dotted) > 1 else ""
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -56,7 +69,9 @@ class _Model:
         self.carried = carried_values(step.plan)
         self.values: dict[Ref, int] = {}
         self.lanes = _ordered(by_lane(step.plan, step.events), self._hosts())
+        self.prefix = common_prefix([*step.facts.names.values(), *step.facts.modules.values()])
         self.there = stays(step.plan, step.events)
+        self.phase = phases(step.plan)
         self.gaps = idle_gaps(step.plan, step.events)
 
     def run(self) -> dict[str, Any]:
@@ -64,10 +79,11 @@ class _Model:
         step = self.step
         gate = gate_second(step.plan, step.events)
         moved = moved_values(step.plan, step.events, self.there)
-        rows = module_rows(step.plan, step.events, self.there, step.facts)
+        rows = module_rows(step.plan, step.events, self.there, step.facts, self.phase)
         model = {
             "version": VERSION,
             "title": step.plan.name or "one step",
+            "prefix": self.prefix,
             "source": step.source,
             "estimatedFor": step.figures.estimated_for,
             "finish": _nanoseconds(step.finish),
@@ -100,10 +116,15 @@ class _Model:
         """The name of a value of the task graph: its tensor's, or those of its kernel and module."""
         vertex, facts = self.by_id[ref[0]], self.step.facts
         if vertex.kind is VertexKind.INPUT:
-            return facts.names.get(vertex.id) or f"{vertex.op or 'input'} {vertex.id}"
-        module = facts.modules.get(vertex.id, "")
-        part = f"[{ref[1]}]" if len(vertex.sizes) > 1 else ""
+            named = facts.names.get(vertex.id, "")
+            return named.removeprefix(self.prefix) or f"{vertex.op or 'input'} {vertex.id}"
+        module = self.module(vertex.id)
+        part = f"[{ref[1]}]" if ref[1] else ""
         return f"{_short(vertex)}{part} {vertex.id}" + (f" of {module}" if module else "")
+
+    def module(self, vertex: int) -> str:
+        """The module of a kernel as it is shown, "" for none."""
+        return self.step.facts.modules.get(vertex, "").removeprefix(self.prefix)
 
     def value(self, ref: Ref) -> int:
         """The number of the value of the task graph that ``ref`` holds."""
@@ -116,7 +137,7 @@ class _Model:
         return f"{verb} {self.called(self.carried[vertex.id, 0])}"
 
     def _events(self) -> dict[str, list[int]]:
-        facts, phase = self.step.facts, phases(self.step.plan)
+        facts = self.step.facts
         columns: dict[str, list[int]] = defaultdict(list)
         for number, events in enumerate(self.lanes.values()):
             for event in events:
@@ -128,9 +149,9 @@ class _Model:
                     "end": _nanoseconds(event.end),
                     "bytes": event.bytes,
                     "name": self.text(self._name(vertex)),
-                    "module": self.text(facts.modules.get(event.vertex, "")),
+                    "module": self.text(self.module(event.vertex)),
                     "group": GROUPS.index(group_of(vertex)),
-                    "phase": phase[event.vertex],
+                    "phase": self.phase[event.vertex],
                     "again": facts.repeats.get(event.vertex, -1),
                     "fused": facts.fused.get(event.vertex, 0),
                 }
@@ -158,11 +179,10 @@ class _Model:
 
     def _phases(self) -> list[dict[str, Any]]:
         """Spans of the kernels of each phase; they may overlap where several lanes run."""
-        phase = phases(self.step.plan)
         spans: dict[int, list[float]] = {}
         for event in self.step.events:
             if self.by_id[event.vertex].kind is VertexKind.KERNEL:
-                span = spans.setdefault(phase[event.vertex], [event.start, event.end])
+                span = spans.setdefault(self.phase[event.vertex], [event.start, event.end])
                 span[:] = [min(span[0], event.start), max(span[1], event.end)]
         names = ("forward", "backward", "update")
         return [
@@ -226,7 +246,7 @@ class _Model:
 
     def _module(self, row: Any) -> dict[str, Any]:
         return {
-            "module": self.text(row.module),
+            "module": self.text(row.module.removeprefix(self.prefix)),
             "kernels": row.kernels,
             "seconds": [_nanoseconds(seconds) for seconds in row.seconds],
             "again": _nanoseconds(row.again),
@@ -251,7 +271,7 @@ class _Model:
         found = self.by_id.get(vertex)
         if found is None:
             return self.text("")
-        return self.text(self.called((vertex, 0)) if found.kind is VertexKind.INPUT else self._name(found))
+        return self.text(self._name(found) if swaps(found) else self.called((vertex, 0)))
 
 
 def _columns(rows: Iterable[Sequence[Any]], keys: Sequence[str]) -> dict[str, list[Any]]:

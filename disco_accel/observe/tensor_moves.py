@@ -1,5 +1,5 @@
-"""Which values left the device or came back in a step, how often, and why: the values that got their room meanwhile, and
-the vertex that needs them next."""
+"""Which values left the device or came back in a step, how often, and why: the values that got their room meanwhile,
+and the vertex that needs them next."""
 
 from __future__ import annotations
 
@@ -140,9 +140,8 @@ class _Reasons:
         reason = _Reason.ROOM if room else _Reason.UNUSED
         if before is None or left < 0:
             reason = _Reason.UPDATED if updated else reason if self._cyclic else _Reason.FIRST
-        return _Load(
-            copy.id, copy.sizes[0], left, reason, tuple(room[:MOST_NAMED]), -1 if reader is None else reader.vertex, needed
-        )
+        next_one = -1 if reader is None else reader.vertex
+        return _Load(copy.id, copy.sizes[0], left, reason, tuple(room[:MOST_NAMED]), next_one, needed)
 
     def _before(self, copy: Vertex, value: Ref, start: float) -> _Stay | None:
         """When the bytes of ``copy`` were last on the device, or will be in this step: they were in the one before."""

@@ -72,8 +72,11 @@ class _Stay:
 
 def contents(plan: MemGraph) -> dict[Ref, Content]:
     """The content of each value that has an address."""
-    by_id = {v.id: v for v in plan.vertices}
-    resident, input_of = staying(plan), inputs_held(plan)
+    return _contents(plan, inputs_held(plan))
+
+
+def _contents(plan: MemGraph, input_of: Mapping[Ref, int]) -> dict[Ref, Content]:
+    by_id, resident = {v.id: v for v in plan.vertices}, staying(plan)
     read = {ref for vertex in plan.vertices for ref in vertex.inputs}
     return {ref: _content(by_id[ref[0]], input_of.get(ref), resident, ref in read) for ref in plan.slots}
 
@@ -98,7 +101,8 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[_Stay]:
     finish = max((e.end for e in events), default=0.0)
     by_id = {v.id: v for v in plan.vertices}
     last_read = _last_reads(plan, ran)
-    what, input_of = contents(plan), inputs_held(plan)
+    input_of = inputs_held(plan)
+    what = _contents(plan, input_of)
     at_start: dict[int, list[Ref]] = defaultdict(list)
     for ref in plan.slots:
         if ref in input_of and by_id[ref[0]].kind is VertexKind.INPUT:

@@ -42,7 +42,10 @@ def test_a_copy_that_waits_for_room_waits_for_the_last_user_of_its_place():
 
 def test_time_after_the_last_predecessor_is_nobody_s():
     """Split at its end: the rest is the engine's."""
-    later = [dataclasses.replace(e, start=e.start + 2, end=e.end + 2) if e.vertex == small.LOSS else e for e in small.events()]
+    later = [
+        dataclasses.replace(e, start=e.start + 2, end=e.end + 2) if e.vertex == small.LOSS else e
+        for e in small.events()
+    ]
     assert causes(small.plan(), later)["compute0", 7, 9] == (_Cause.START, -1)
     b = [dataclasses.replace(e, start=3.5) if e.vertex == small.B else e for e in small.events()]
     found = causes(small.plan(), b)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.spaces import HOST, Space, SpaceKind
-from disco_accel.graph.taskgraph import Vertex, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN
 from disco_accel.simulate.simulator import Machine, simulate
 
@@ -80,3 +80,8 @@ def simulated(plan: MemGraph) -> list[Event]:
         nbytes = vertex.sizes[0] if copies else 0
         events.append(Event(vertex.id, lane, start, start, start + lanes.seconds(vertex), nbytes))
     return events
+
+
+def graph_of(vertices: tuple[Vertex, ...], memory: int) -> TaskGraph:
+    """A graph on one device."""
+    return TaskGraph("small", (Space(0, memory),), vertices)

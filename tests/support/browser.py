@@ -1,4 +1,7 @@
-"""A headless Chromium over the pipe of its debugging protocol: no driver, no port, no package beside it."""
+"""A headless Chromium over the pipe of its debugging protocol: no driver, no port, no package beside it.
+
+python -m tests.support.browser    says which one there is; status 1 if there is none
+"""
 
 from __future__ import annotations
 
@@ -140,7 +143,9 @@ class Tab:
         """The point at these shares of an element's width and height, scrolled into view."""
         script = f"document.querySelector({json.dumps(selector)})"
         self.value(f"{script}.scrollIntoView({{block: 'center'}})")
-        box = self.value(f"(() => {{ const b = {script}.getBoundingClientRect(); return [b.x, b.y, b.width, b.height] }})()")
+        box = self.value(
+            f"(() => {{ const b = {script}.getBoundingClientRect(); return [b.x, b.y, b.width, b.height] }})()"
+        )
         return box[0] + x * box[2], box[1] + y * box[3]
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
@@ -176,3 +181,8 @@ class Tab:
             more = {"clip": dict(zip(("x", "y", "width", "height"), clip, strict=True)) | {"scale": 1}}
             more["captureBeyondViewport"] = True
         return base64.b64decode(self.call("Page.captureScreenshot", format="png", **more)["data"])
+
+
+if __name__ == "__main__":
+    print(chromium() or ABSENT)
+    raise SystemExit(chromium() is None)

@@ -23,7 +23,10 @@
       times.push(0);
       held.forEach((column) => column.push(0));
     }
-    return { device, peak, times, held };
+    // Typed columns, and their sum, for the loops below.
+    const columns = held.map((column) => Float64Array.from(column));
+    const total = Float64Array.from(times, (_, k) => columns.reduce((sum, column) => sum + column[k], 0));
+    return { device, peak, times: Float64Array.from(times), held: columns, total };
   });
   page.levels = levels;
   let shown = 0;
@@ -55,7 +58,7 @@
   };
 
   // At most two points for each pixel: the fullest moment of it, and its end.
-  const thinned = ({ times, held }, wide) => {
+  const thinned = ({ times, total }, wide) => {
     const first = Math.max(placeAt(times, view.from), 0);
     const last = placeAt(times, view.to);
     const places = [];
@@ -74,9 +77,8 @@
           column = here;
           most = -1;
         }
-        const total = held.reduce((sum, each) => sum + each[k], 0);
-        if (total > most) {
-          most = total;
+        if (total[k] > most) {
+          most = total[k];
           best = k;
         }
       }
@@ -120,14 +122,14 @@
   };
 
   const laneColors = ["--resident", "--reload", "--offload", "--between", "--attention", "--other"];
-  const dashes = [[], [], [6, 3], [2, 3], [8, 3, 2, 3], [1, 2]];
+  const dashes = [[], [8, 3], [2, 3], [8, 3, 2, 3], [5, 2], [1, 2]];
   const stepped = uPlot.paths.stepped({ align: 1 });
   const charts = {};
 
-  const axes = (label, values, size = 12) => [
+  const axes = (values) => [
     { show: false, size: 0 },
     {
-      size: page.GUTTER, stroke: page.color("--muted"), font: `${size}px system-ui, sans-serif`, values, label: undefined,
+      size: page.GUTTER, stroke: page.color("--muted"), font: "12px system-ui, sans-serif", values,
       grid: { stroke: page.color("--line"), width: 1 }, ticks: { stroke: page.color("--line") },
     },
   ];
@@ -135,7 +137,7 @@
   const options = (host, tall, series, y, values, hooks) => ({
     width: Math.max(host.clientWidth, 200), height: tall, padding: [8, page.RIGHT, 6, 0], legend: { show: false },
     scales: { x: { time: false, range: () => [view.from, view.to] }, y: { range: y } },
-    axes: axes("", values), series: [{}, ...series],
+    axes: axes(values), series: [{}, ...series],
     cursor: { y: false, points: { show: false }, drag: { x: true, y: false, setScale: false } },
     hooks: {
       ...hooks,
@@ -275,14 +277,11 @@
 
   // The three lists below the charts.
   const cell = (text, number = false) => page.node("td", number ? { class: "number" } : {}, text);
+  const fullest = levels.map(({ times, total }) => times[total.indexOf(total.reduce((most, each) => Math.max(most, each), 0))]);
   page.drawLive = () => {
     if (!levels.length) return;
-    const fullest = levels[shown].times.reduce((best, time, k) => {
-      const total = levels[shown].held.reduce((sum, each) => sum + each[k], 0);
-      return total > best[0] ? [total, time] : best;
-    }, [-1, 0])[1];
-    const time = view.at ?? fullest;
-    page.byId("live-time").textContent = `${view.at === null ? "Fullest, at" : "At"} ${page.seconds(time)}`;
+    const time = view.at ?? fullest[shown];
+    page.byId("live-time").textContent = `${view.at === null ? "Fullest, at" : "At"} ${page.moment(time)}`;
     const { bytes, values } = page.memoryAt(time);
     const total = bytes.reduce((sum, each) => sum + each, 0);
     const row = (color, name, size) => page.node("tr", {}, page.node("td", {}, page.swatch(color), name), cell(page.bytes(size), true));

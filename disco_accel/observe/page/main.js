@@ -4,12 +4,13 @@
 (() => {
   const { model, view, byId, node } = page;
 
-  byId("title").textContent = model.title;
+  byId("title").textContent = model.title === "step" ? "One step" : `One step of ${model.title}`;
   const source = byId("source");
   source.textContent = model.source === "measured" ? "measured" : `simulated${model.estimatedFor ? ` for ${model.estimatedFor}` : ""}`;
   source.classList.add(model.source);
   byId("cards").replaceChildren(...model.headline.cards.map(([name, text]) => node("li", {}, node("b", {}, text), node("span", {}, name))));
-  byId("words").textContent = model.headline.words.join(" ");
+  const prefix = model.prefix ? [`Names are shown without ${model.prefix}, with which all of them begin.`] : [];
+  byId("words").textContent = [...model.headline.words, ...prefix].join(" ");
   byId("choices").replaceChildren(...model.choices.flatMap(([name, text]) => [node("dt", {}, name), node("dd", {}, text)]));
   byId("figures").replaceChildren(node("tbody", {}, ...model.figures.map(([name, text]) => node("tr", {}, node("td", {}, name), node("td", { class: "number" }, text)))));
   const used = new Set(page.events.group || []);
@@ -26,7 +27,7 @@
   const actions = { left: () => view.pan(-0.25), right: () => view.pan(0.25), in: () => view.zoom(0.5), out: () => view.zoom(2) };
   for (const [id, act] of Object.entries(actions)) byId(id).addEventListener("click", act);
   view.onChange(({ range }) => {
-    if (range) byId("range").textContent = `${page.seconds(view.from)} to ${page.seconds(view.to)}`;
+    if (range) byId("range").textContent = `${page.moment(view.from)} to ${page.moment(view.to)}`;
   });
 
   let matches = [];

@@ -22,7 +22,7 @@
         by = number;
         draw();
       } }, column.name)));
-    const made = page.node("table", {}, page.node("thead", {}, page.node("tr", {}, ...heads)), body, last);
+    const made = page.node("table", { class: "wide" }, page.node("thead", {}, page.node("tr", {}, ...heads)), body, last);
     const more = page.node("button", { type: "button", onclick: () => {
       all = !all;
       draw();
@@ -84,7 +84,7 @@
   };
 
   const showButton = (start, end) => page.node("button", {
-    type: "button", "aria-label": `Show in the timeline at ${page.seconds(start)}`,
+    type: "button", "aria-label": `Show in the timeline at ${page.moment(start)}`,
     onclick: () => {
       view.show(start, end);
       page.byId("timeline").scrollIntoView({ block: "center" });
@@ -107,7 +107,7 @@
   const moduleRows = (place) => {
     const rows = new Map();
     for (const row of model.modules) {
-      const module = place(page.text(row.module)) || "no module";
+      const module = place(page.text(row.module)) || "outside of modules";
       const into = rows.get(module) || { module, kernels: 0, forward: 0, backward: 0, update: 0, all: 0, again: 0, loaded: 0, saved: 0, weights: 0, activations: 0 };
       rows.set(module, into);
       const [forward, backward, update] = row.seconds;
@@ -148,7 +148,7 @@
 
   const reasons = {
     updated: "the host changes it between two steps", first: "the step loads it for the first time",
-    unused: "its place stayed free, but the plan used it elsewhere or not at all",
+    unused: "nothing took its place: the plan wants it elsewhere",
   };
   const room = (load) => {
     if (load.reason !== "room") return reasons[load.reason];
@@ -169,7 +169,7 @@
     const end = events.end[k];
     const left = load.left < 0 ? `${page.seconds(-load.left)} before this step's end of the step before` : page.seconds(load.left);
     const places = load.room.map(([value, size]) => `${page.valueName(value)} (${page.bytes(size)})`).join("; ");
-    return page.node("p", {}, showButton(start, end), ` ${page.bytes(load.size)} from ${page.seconds(start)} to ${page.seconds(end)}. `,
+    return page.node("p", {}, showButton(start, end), ` ${page.bytes(load.size)} from ${page.moment(start)} to ${page.moment(end)}. `,
       load.reason === "first" ? "It was not on the device before. " : load.left < 0 ? `It left in the step before, ${page.seconds(-load.left)} before that ended. ` : `It left at ${left}. `,
       load.reason === "room" ? `Its room went to: ${places}. ` : `Why: ${reasons[load.reason]}. `,
       `Needed next by ${needed(load)}`, load.reader >= 0 && load.needed < page.finish ? `, ${page.seconds(load.needed - end)} after it came.` : ".");
@@ -227,7 +227,7 @@
     const columns = [
       { name: "lane", sort: (row) => row.lane, show: (row) => row.label },
       seconds("idle", (row) => row.seconds),
-      { name: "from", number: true, sort: (row) => row.start, show: (row) => page.seconds(row.start) },
+      { name: "from", number: true, sort: (row) => row.start, show: (row) => page.moment(row.start) },
       { name: "cause", sort: (row) => row.cause, show: (row) => page.causes[row.cause] },
       { name: "waited for", sort: (row) => row.what, show: (row) => row.what },
       { name: "runs next", sort: (row) => row.next, show: (row) => row.next },

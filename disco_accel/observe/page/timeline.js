@@ -56,7 +56,7 @@ page.RIGHT = 14;
           context.fillStyle = colors.again;
           context.fillRect(a, top + tall - 4, size - (size > 4 ? 1 : 0), 2);
         }
-        if (size > 46 && tall > 20) label(context, page.text(events.name[k]), a + 5, top + tall / 2, size - 10);
+        if (size > 60 && tall > 20) label(context, page.text(events.name[k]), a + 5, top + tall / 2, size - 10);
         continue;
       }
       const column = Math.floor(a);
@@ -210,7 +210,7 @@ page.RIGHT = 14;
     const seconds = events.end[k] - events.start[k];
     const lines = [page.node("b", {}, page.text(events.name[k]))];
     if (events.module[k] !== undefined && page.text(events.module[k])) lines.push(line("module", page.text(events.module[k])));
-    lines.push(line("runs", `${page.seconds(seconds)} from ${page.seconds(events.start[k])} on`));
+    lines.push(line("runs", `${page.seconds(seconds)} from ${page.moment(events.start[k])} on`));
     if (events.bytes[k]) lines.push(line("bytes", `${page.bytes(events.bytes[k])}, ${page.bytes(events.bytes[k] / (seconds / 1e9 || 1))}/s`));
     lines.push(line("phase", ["forward", "backward", "update"][events.phase[k]]));
     if (events.fused[k]) lines.push(line("fused", `computes ${events.fused[k]} calls`));
@@ -226,7 +226,7 @@ page.RIGHT = 14;
     page.node("b", {}, `idle for ${page.seconds(gap.end - gap.start)}`),
     line("why", page.causes[gap.cause]),
     ...(gap.what ? [line("waits for", gap.what)] : []),
-    line("from", page.seconds(gap.start)),
+    line("from", page.moment(gap.start)),
   ];
 
   const tell = (lines, left, top) => {
