@@ -99,7 +99,9 @@ def figures_of(data: Mapping[str, Any]) -> _Figures:
     return _Figures(
         parts["total"],
         outside,
-        *(_seconds(data, key) for key in ("step_seconds", "bound_seconds", "compute_seconds")),
+        _seconds(data, "step_seconds"),
+        _seconds(data, "bound_seconds"),
+        _seconds(data, "compute_seconds"),
         named if isinstance(named, str) else None,
         data,
     )
@@ -176,8 +178,8 @@ def _rows(rows: list[Any], plan: MemGraph, names: Mapping[int, str]) -> tuple[li
         if lane is None:
             raise GraphFileError(f"{where}: tid: is the number of no lane")
         # Picoseconds: two that follow each other at one time do so after the way to microseconds and back.
-        seconds = (round(t * 1e-6, 12) for t in (issue, start, start + length))
-        events[vertex] = _FileEvent(vertex, lane, *seconds, _whole(args, "bytes", where))
+        issue, start, end = (round(t * 1e-6, 12) for t in (issue, start, start + length))
+        events[vertex] = _FileEvent(vertex, lane, issue, start, end, _whole(args, "bytes", where))
         if "module" in args:
             modules[vertex] = str(args["module"])
         if "repeats" in args:

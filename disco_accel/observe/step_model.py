@@ -69,7 +69,7 @@ class _Model:
         self.carried = carried_values(step.plan)
         self.values: dict[Ref, int] = {}
         self.lanes = _ordered(by_lane(step.plan, step.events), self._hosts())
-        self.prefix = common_prefix([*step.facts.names.values(), *step.facts.modules.values()])
+        self.prefix = common_prefix(list(step.facts.names.values()))
         self.there = stays(step.plan, step.events)
         self.phase = phases(step.plan)
         self.gaps = idle_gaps(step.plan, step.events)

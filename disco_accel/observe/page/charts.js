@@ -291,14 +291,14 @@
       row("--soft", "free in the budget", Math.max(model.budget.total - outside - total, 0)),
     ));
     page.byId("live-values").replaceChildren(page.node("tbody", {}, ...values.slice(0, 9).map((k) => page.node("tr", {},
-      page.node("td", {}, page.swatch(page.classColors[stays.class[k]]), page.valueName(stays.value[k])),
+      page.node("td", {}, page.swatch(page.classColors[stays.class[k]]), page.name(page.valueName(stays.value[k]))),
       cell(page.bytes(stays.size[k]), true),
     )), page.node("tr", {}, cell(values.length > 9 ? `and ${values.length - 9} more` : `${values.length} in all`), cell("", true))));
     page.byId("live-lanes").replaceChildren(page.node("tbody", {}, ...lanes.map((lane) => {
       const k = page.eventAt(lane, time, 0);
       const gap = k < 0 ? page.gapAt(lane, time) : undefined;
       const text = k >= 0 ? page.text(events.name[k]) : gap ? `${page.causes[gap.cause]}${gap.what ? `: ${gap.what}` : ""}` : "";
-      return page.node("tr", {}, page.node("td", {}, lane.label), cell(text));
+      return page.node("tr", {}, page.node("td", {}, lane.label), cell(page.name(text)));
     })));
   };
   view.onChange(({ point }) => point && page.drawLive());

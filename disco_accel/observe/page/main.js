@@ -9,7 +9,7 @@
   source.textContent = model.source === "measured" ? "measured" : `simulated${model.estimatedFor ? ` for ${model.estimatedFor}` : ""}`;
   source.classList.add(model.source);
   byId("cards").replaceChildren(...model.headline.cards.map(([name, text]) => node("li", {}, node("b", {}, text), node("span", {}, name))));
-  const prefix = model.prefix ? [`Names are shown without ${model.prefix}, with which all of them begin.`] : [];
+  const prefix = model.prefix ? [`Names are shown without ${model.prefix}, with which those of all tensors begin.`] : [];
   byId("words").textContent = [...model.headline.words, ...prefix].join(" ");
   byId("choices").replaceChildren(...model.choices.flatMap(([name, text]) => [node("dt", {}, name), node("dd", {}, text)]));
   byId("figures").replaceChildren(node("tbody", {}, ...model.figures.map(([name, text]) => node("tr", {}, node("td", {}, name), node("td", { class: "number" }, text)))));

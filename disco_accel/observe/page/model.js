@@ -131,6 +131,12 @@ page.model = JSON.parse(document.getElementById("model").textContent);
     made.append(...children.map((child) => (child instanceof Node ? child : String(child))));
     return made;
   };
+  // A name that may be broken behind its dots.
+  page.name = (text) => {
+    const made = document.createDocumentFragment();
+    text.split(/(?<=[.])(?=[^\s.])/).forEach((part, number) => made.append(...(number ? [document.createElement("wbr")] : []), part));
+    return made;
+  };
   page.swatch = (color) => {
     const made = page.node("i");
     made.style.background = `var(${color})`;

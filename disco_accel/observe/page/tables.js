@@ -121,7 +121,7 @@
   };
   page.drawModules = () => {
     const columns = [
-      { name: "module", sort: (row) => row.module, show: (row) => row.module },
+      { name: "module", sort: (row) => row.module, show: (row) => page.name(row.module) },
       seconds("all", (row) => row.all), seconds("forward", (row) => row.forward), seconds("backward", (row) => row.backward),
       ...(model.phases.some((phase) => phase.name === "update") ? [seconds("update", (row) => row.update)] : []),
       seconds("computed again", (row) => row.again),
@@ -160,17 +160,16 @@
   const nameOf = (vertex) => (eventOf(vertex) === undefined ? "" : page.text(events.name[eventOf(vertex)]) + (page.text(events.module[eventOf(vertex)]) ? ` of ${page.text(events.module[eventOf(vertex)])}` : ""));
   const needed = (load) => {
     if (load.reader < 0) return "no kernel reads it";
-    const when = load.needed >= page.finish ? `in the next step, ${page.seconds(load.needed - page.finish)} after its start` : `at ${page.seconds(load.needed)}`;
+    const when = load.needed >= page.finish ? `in the next step, ${page.seconds(load.needed - page.finish)} after its start` : `at ${page.moment(load.needed)}`;
     return `${nameOf(load.reader)}, ${when}`;
   };
   const loadLines = (load) => {
     const k = eventOf(load.copy);
     const start = events.start[k];
     const end = events.end[k];
-    const left = load.left < 0 ? `${page.seconds(-load.left)} before this step's end of the step before` : page.seconds(load.left);
     const places = load.room.map(([value, size]) => `${page.valueName(value)} (${page.bytes(size)})`).join("; ");
     return page.node("p", {}, showButton(start, end), ` ${page.bytes(load.size)} from ${page.moment(start)} to ${page.moment(end)}. `,
-      load.reason === "first" ? "It was not on the device before. " : load.left < 0 ? `It left in the step before, ${page.seconds(-load.left)} before that ended. ` : `It left at ${left}. `,
+      load.reason === "first" ? "It was not on the device before. " : load.left < 0 ? `It left in the step before, ${page.seconds(-load.left)} before that ended. ` : `It left at ${page.moment(load.left)}. `,
       load.reason === "room" ? `Its room went to: ${places}. ` : `Why: ${reasons[load.reason]}. `,
       `Needed next by ${needed(load)}`, load.reader >= 0 && load.needed < page.finish ? `, ${page.seconds(load.needed - end)} after it came.` : ".");
   };
@@ -181,13 +180,13 @@
       return;
     }
     const columns = [
-      { name: "tensor", sort: (row) => row.name, show: (row) => row.name },
+      { name: "tensor", sort: (row) => row.name, show: (row) => page.name(row.name) },
       bytes("loaded", (row) => row.loaded), bytes("saved", (row) => row.saved),
       { name: "loads", number: true, sort: (row) => row.times, show: (row) => String(row.times) },
       { name: "saves", number: true, sort: (row) => row.outs, show: (row) => String(row.outs) },
       { name: "kind", sort: (row) => Number(row.weight), show: (row) => (row.weight ? "weight" : "activation") },
-      { name: "why it had left", sort: (row) => row.why, show: (row) => row.why },
-      { name: "needed next by", sort: (row) => (row.loads.length ? row.loads[0].needed : 0), show: (row) => row.next },
+      { name: "why it had left", sort: (row) => row.why, show: (row) => page.name(row.why) },
+      { name: "needed next by", sort: (row) => (row.loads.length ? row.loads[0].needed : 0), show: (row) => page.name(row.next) },
     ];
     page.table(page.byId("moved"), rows, columns, {
       name: "tensors that moved", text: (row) => `${row.name} ${row.why} ${row.weight ? "weight" : "activation"}`,
@@ -229,8 +228,8 @@
       seconds("idle", (row) => row.seconds),
       { name: "from", number: true, sort: (row) => row.start, show: (row) => page.moment(row.start) },
       { name: "cause", sort: (row) => row.cause, show: (row) => page.causes[row.cause] },
-      { name: "waited for", sort: (row) => row.what, show: (row) => row.what },
-      { name: "runs next", sort: (row) => row.next, show: (row) => row.next },
+      { name: "waited for", sort: (row) => row.what, show: (row) => page.name(row.what) },
+      { name: "runs next", sort: (row) => row.next, show: (row) => page.name(row.next) },
       { name: "", sort: (row) => row.start, show: (row) => showButton(row.start, row.end) },
     ];
     page.table(page.byId("gaps"), rows, columns, {
