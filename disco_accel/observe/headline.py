@@ -71,7 +71,7 @@ def _frozen_bytes(step: _Step) -> int:
 
 
 def _limit(step: _Step, gaps: Sequence[_Gap], lanes: Mapping[Lane, Sequence[TracedEvent]]) -> str:
-    """What keeps the step from being shorter, by the lane that is busy longest."""
+    """The limit of the step, by the lane that is busy longest."""
     finish = step.finish
     if not finish or not lanes:
         return "Nothing ran."
@@ -107,7 +107,7 @@ def _by_cause(gaps: Iterable[_Gap]) -> dict[_Cause, float]:
 
 
 def choices(step: _Step, rows: Sequence[_ModuleRow]) -> list[list[str]]:
-    """Sentences about what a plan repeats, keeps and fuses, each behind its heading."""
+    """Sentences about values that are computed again or kept, and about fused kernels, each behind its heading."""
     facts, plan, more = step.facts, step.plan, step.figures.more
     ran = {event.vertex: event for event in step.events}
     again = [vertex for vertex in facts.repeats if vertex in ran]

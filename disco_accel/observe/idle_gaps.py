@@ -28,7 +28,7 @@ class _Cause(enum.StrEnum):
     MEMORY = "memory"
     """Room: a value that lay there was still read or written."""
     GATE = "gate"
-    """The caller, who has the outputs and brings what comes back."""
+    """The caller, between the outputs and their gradients."""
     START = "start"
     """Nothing that the plan says: the engine, or a link that two lanes share."""
     DONE = "done"

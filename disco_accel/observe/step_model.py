@@ -1,4 +1,4 @@
-"""A step as one JSON object for its page: what ran when, what lay where, what moved and why, what waited.
+"""A step as one JSON object for its page: events by lane, values by place, moves and waits with their reasons.
 
 Seconds are integers of nanoseconds. Texts are numbers of ``texts``, events and values rows of columns: a step of twenty
 thousand vertices stays a few megabytes.
@@ -208,7 +208,7 @@ class _Model:
         return columns
 
     def _memory(self, device: int) -> dict[str, Any]:
-        """Changes of each class at each time: the sum up to a time is what lies there."""
+        """Changes of each class at each time: their sum up to a time is the bytes there."""
         times, held = levels(stay for stay in self.there if stay.device == device)
         changes: list[list[int]] = []
         before = [0] * len(Content)
