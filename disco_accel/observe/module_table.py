@@ -99,7 +99,8 @@ def module_rows(
         if gate is not None and stay.content is Content.ACTIVATION and stay.start < gate < stay.end:
             made = stay.ref[0] if by_id[stay.ref[0]].kind is VertexKind.KERNEL else reader.get(stay.ref, -1)
             row(made).activations += stay.size
-    return sorted(rows.values(), key=lambda each: (-sum(each.seconds), each.module))
+    # To a nanosecond: sums of equal numbers in another order are another float.
+    return sorted(rows.values(), key=lambda each: (-round(sum(each.seconds), 9), each.module))
 
 
 def _readers(plan: MemGraph, events: Sequence[TracedEvent]) -> Mapping[Ref, int]:
