@@ -171,6 +171,7 @@ class _Model:
             label = LANE_NAMES.get(name, name)
         return {
             "label": f"{label}, {device}" if several and device not in self._hosts() else label,
+            "device": device,
             "kernels": kernels,
             "busy": sum(_nanoseconds(event.end) - _nanoseconds(event.start) for event in events),
             "bytes": sum(event.bytes for event in events),

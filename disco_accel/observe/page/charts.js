@@ -106,7 +106,7 @@
     const bins = Math.max(10, Math.floor(wide / 6));
     const size = (view.to - view.from) / bins;
     const at = Array.from({ length: bins }, (_, k) => view.from + (k + 0.5) * size);
-    const columns = lanes.map((lane) => {
+    const columns = used().map((lane) => {
       const busy = new Array(bins).fill(0);
       for (let k = page.firstBehind(lane, view.from); k < lane.to && events.start[k] < view.to; k++) {
         const start = Math.max(events.start[k], view.from);
@@ -121,6 +121,8 @@
     return [at, ...columns];
   };
 
+  // The lanes of the device whose memory is shown, and of the host.
+  const used = () => lanes.filter((lane) => lane.device === levels[shown].device || !levels.some((level) => level.device === lane.device));
   const laneColors = ["--resident", "--reload", "--offload", "--between", "--attention", "--other"];
   const dashes = [[], [8, 3], [2, 3], [8, 3, 2, 3], [5, 2], [1, 2]];
   const stepped = uPlot.paths.stepped({ align: 1 });
@@ -210,7 +212,7 @@
     const below = page.byId("use");
     const use = options(
       below, 110,
-      lanes.map((lane, k) => ({
+      used().map((lane, k) => ({
         stroke: page.color(laneColors[k % 6]), width: 1.75, dash: dashes[k % 6], points: { show: false },
       })),
       () => [0, 104], (chart, splits) => splits.map((share) => `${share} %`), { draw: [overlays] },
@@ -236,7 +238,7 @@
       ...(outside ? [item("--outside", "adapters, gradients, optimizer, batch")] : []),
       ...classes.map((name, k) => item(page.classColors[k], name)),
     );
-    page.byId("use-key").replaceChildren(...lanes.map((lane, k) => {
+    page.byId("use-key").replaceChildren(...used().map((lane, k) => {
       const mark = page.swatch(laneColors[k % 6]);
       if (dashes[k % 6].length) {
         mark.className = "dash";

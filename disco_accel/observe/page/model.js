@@ -134,7 +134,7 @@ page.model = JSON.parse(document.getElementById("model").textContent);
   // A name that may be broken behind its dots.
   page.name = (text) => {
     const made = document.createDocumentFragment();
-    text.split(/(?<=[.])(?=[^\s.])/).forEach((part, number) => made.append(...(number ? [document.createElement("wbr")] : []), part));
+    text.split(/(?<=[.])(?=[A-Za-z_*])/).forEach((part, number) => made.append(...(number ? [document.createElement("wbr")] : []), part));
     return made;
   };
   page.swatch = (color) => {
