@@ -14,7 +14,7 @@ export MAX_JOBS ?= $(shell nproc)
 DEVICE ?= cuda
 
 .PHONY: help setup test breadth sanitize safety fuzz lint format demo demo-full emulated emulated-mutants gpu gpu-peers \
-  outside quantised deepspeed-op quanto-op wheel-check matrix versions clean
+  browser browser-test screenshots outside quantised deepspeed-op quanto-op wheel-check matrix versions clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -75,6 +75,17 @@ safety: export PYTHONPATH := $(CURDIR)
 safety: $(INSTALLED)  ## random graphs, budgets and policies against an adversary, and planted faults; SAFETY_GRAPHS=100000
 	@$(PY) -m tests.verify.safety --graphs $(or $(SAFETY_GRAPHS),100000)
 	@$(PY) -m tests.graph.duplicates --graphs $(or $(SAFETY_GRAPHS),100000)
+
+# A Chromium without a desktop, of the system's packages: 65 MB.
+browser:
+	@$(PY) -m tests.support.browser >/dev/null || \
+	  { apt-get update && apt-get install -y --no-install-recommends chromium-headless-shell fonts-dejavu-core; } >/dev/null
+
+browser-test: $(INSTALLED) browser  ## the page of a step in a headless Chromium, which it installs
+	@$(PY) -m pytest tests/observe/test_page_in_browser.py
+
+screenshots: $(INSTALLED) browser  ## the pictures of docs/report.md; DIR=folder shows another step
+	@$(PY) -m tests.observe.screenshots $(DIR)
 
 demo: setup  ## LoRA under half the memory, with and without us, compared bit for bit; three minutes
 	@$(PY) -m benchmarks.demo

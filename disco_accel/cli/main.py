@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disco_accel.cli import bound_command, convert_command, merge_command, recipe_commands, simulate_command
+from disco_accel.cli import (
+    bound_command,
+    convert_command,
+    merge_command,
+    recipe_commands,
+    report_command,
+    simulate_command,
+)
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError, VerifyError
 from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.sizes import parse_size
@@ -227,6 +234,12 @@ COMMANDS: tuple[_Command, ...] = (
         "a recipe's training step as a task graph",
         recipe_commands.capture_arguments,
         recipe_commands.capture,
+    ),
+    _Command(
+        "report",
+        "a page that shows a step: what runs when, what lies where, what moves and why",
+        report_command.report_arguments,
+        report_command.report,
     ),
     _Command("doctor", "what this machine has, and what keeps the engine from running", _doctor_arguments, _doctor),
     _Command("launch", "run a script under accelerate and the disco_config section of --config", None, _launch),

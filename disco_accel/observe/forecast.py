@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.value_numbering import without_recomputation
 from disco_accel.graph.values import host_copy_exists, outlives_step
 from disco_accel.observe.report import table
+from disco_accel.observe.step_facts import step_facts
+from disco_accel.observe.step_folder import _Step, figures_of
+from disco_accel.observe.step_page import write_step_page
 from disco_accel.observe.timeline import write_chrome_trace
 from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.summary import peak_bytes, staying, swapped_bytes
@@ -49,6 +52,7 @@ class _Forecast:
     events: tuple[_SimulatedEvent, ...]
     resident: tuple[str, ...]
     streamed: tuple[str, ...]
+    names: Mapping[int, str] = field(default_factory=dict)
 
 
 def _events(plan: MemGraph, machine: Machine, starts: Mapping[int, float]) -> Iterator[_SimulatedEvent]:
@@ -110,7 +114,7 @@ def forecast(
     def named(stay: bool) -> tuple[str, ...]:
         return tuple(names.get(v.id, f"constant {v.id}") for v in clean if (v.id in stays) == stay)
 
-    return _Forecast(graph, plan, figures, events, named(True), named(False))
+    return _Forecast(graph, plan, figures, events, named(True), named(False), names)
 
 
 def forecast_text(figures: Mapping[str, Any]) -> str:
@@ -154,13 +158,13 @@ def passes_text(passes: Sequence[AppliedPass]) -> str:
 
 
 def write_forecast(folder: str | os.PathLike[str], forecast: _Forecast) -> list[Path]:
-    """Write task.json, plan.json, forecast.json, report.txt, trace.json and, with matplotlib, step.png.
+    """Write task.json, plan.json, forecast.json, report.txt, trace.json, report.html and, with matplotlib, step.png.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
     target = Path(folder)
-    names = ["task.json", "plan.json", "forecast.json", "report.txt", "trace.json"]
+    names = ["task.json", "plan.json", "forecast.json", "report.txt", "trace.json", "report.html"]
     whole = {**forecast.figures, "resident": list(forecast.resident), "streamed": list(forecast.streamed)}
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -168,7 +172,10 @@ def write_forecast(folder: str | os.PathLike[str], forecast: _Forecast) -> list[
         write_memgraph(forecast.plan, target / names[1])
         write_atomically(target / names[2], json.dumps(whole, indent=1).encode() + b"\n")
         write_atomically(target / names[3], forecast_text(forecast.figures).encode())
-        write_chrome_trace(target / names[4], forecast.plan, forecast.events)
+        facts = step_facts(forecast.graph, forecast.names)
+        write_chrome_trace(target / names[4], forecast.plan, forecast.events, facts, "simulated")
+        step = _Step(forecast.plan, forecast.events, facts, "simulated", figures_of(forecast.figures))
+        write_step_page(target / names[5], step)
         if importlib.util.find_spec("matplotlib") is not None:
             _draw(target / "step.png", forecast)
             names.append("step.png")

@@ -21,21 +21,25 @@ if TYPE_CHECKING:
 
 INK = "#22303c"
 MUTED = "#7b8794"
-_LANE_NAMES = {"h2d": "host → device", "d2h": "device → host", "p2p": "device → device"}
+LANE_NAMES = {"h2d": "host → device", "d2h": "device → host", "p2p": "device → device"}
 _KERNEL_COLORS = {"matrix products": "#2f6f9f", "attention": "#7a5195", "other kernels": "#9fb8c8"}
 _COPY_COLORS = {"reloads": "#e07a3f", "offloads": "#b5423f", "copies between devices": "#d9a441"}
 _COLORS = _KERNEL_COLORS | _COPY_COLORS
+GROUPS = tuple(_COLORS)
+"""The kinds of work, kernels first."""
 _CONTENT_COLORS = {
     Content.RESIDENT: "#2f6f9f",
     Content.STREAMED: "#e9a26f",
     Content.ACTIVATION: "#a9c7a0",
+    Content.SCRATCH: "#d9d3a0",
     Content.KEPT: "#7a5195",
 }
 _MATMUL = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
 MIB = float(1 << 20)
 
 
-def _group(vertex: Vertex) -> str:
+def group_of(vertex: Vertex) -> str:
+    """The kind of work that a kernel or a copy is, by which pictures colour it."""
     if swaps_in(vertex):
         return "reloads"
     if swaps_out(vertex):
@@ -50,7 +54,7 @@ def _group(vertex: Vertex) -> str:
 
 def color_of(vertex: Vertex) -> str:
     """The colour of a kernel's or a copy's bar."""
-    return _COLORS[_group(vertex)]
+    return _COLORS[group_of(vertex)]
 
 
 def draw_step(
@@ -107,12 +111,12 @@ def _draw_lanes(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent]) -> No
         row = lanes.index(event.lane)
         width = event.end - event.start
         busy[row] += width
-        bars.setdefault((row, _group(by_id[event.vertex])), []).append((event.start * 1e3, width * 1e3))
+        bars.setdefault((row, group_of(by_id[event.vertex])), []).append((event.start * 1e3, width * 1e3))
     for (row, group), spans in sorted(bars.items()):
         axis.broken_barh(spans, (row - 0.38, 0.76), facecolors=_COLORS[group], edgecolor="none")
     names = []
     for row, lane in enumerate(lanes):
-        name = _LANE_NAMES.get(lane, lane.replace("compute", "compute "))
+        name = LANE_NAMES.get(lane, lane.replace("compute", "compute "))
         share = busy[row] / finish if finish else 0.0
         names.append(f"{name}\n{share:.0%} busy")
     axis.set_yticks(range(len(lanes)), names)
@@ -129,7 +133,7 @@ def _draw_memory(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent], devi
     if outside:
         layers.append([outside / MIB] * len(times))
         colors["adapters, gradients, optimizer"] = "#c9ced4"
-    for content in (Content.RESIDENT, Content.STREAMED, Content.ACTIVATION, Content.KEPT):
+    for content in Content:
         if any(held[content]):
             layers.append([b / MIB for b in held[content]])
             colors[content.value] = _CONTENT_COLORS[content]

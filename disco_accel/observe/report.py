@@ -12,6 +12,9 @@ from typing import Any
 
 from disco_accel.graph.files import write_atomically, write_memgraph
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.observe.step_facts import NO_FACTS, _StepFacts
+from disco_accel.observe.step_folder import _Step, figures_of
+from disco_accel.observe.step_page import write_step_page
 from disco_accel.observe.timeline import TracedEvent, write_chrome_trace
 from disco_accel.sizes import format_size
 
@@ -80,18 +83,21 @@ def write_report(
     stats: Mapping[str, Any],
     *,
     in_memory_peak: int | None = None,
+    facts: _StepFacts = NO_FACTS,
 ) -> list[Path]:
-    """Write plan.json, trace.json, stats.json, report.txt and, where matplotlib is installed, step.png into ``folder``.
+    """Write plan.json, trace.json, stats.json, report.txt, report.html and, with matplotlib, step.png into ``folder``.
 
-    ``events`` are those of one traced step, ``stats`` is ``disco_accel.stats(model)`` after it. Returns the files.
+    ``events`` are those of one traced step, ``stats`` is ``disco_accel.stats(model)`` after it, ``facts`` are those of
+    the plan's graph. Returns the files.
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     write_memgraph(plan, target / "plan.json")
-    write_chrome_trace(target / "trace.json", plan, events)
+    write_chrome_trace(target / "trace.json", plan, events, facts)
     write_atomically(target / "stats.json", json.dumps(stats, indent=1, sort_keys=True).encode())
     write_atomically(target / "report.txt", (first_step_text(stats) + "\n").encode())
-    names = ["plan.json", "trace.json", "stats.json", "report.txt"]
+    write_step_page(target / "report.html", _Step(plan, events, facts, "measured", figures_of(stats)))
+    names = ["plan.json", "trace.json", "stats.json", "report.txt", "report.html"]
     if importlib.util.find_spec("matplotlib") is not None:
         from disco_accel.observe.plots import draw_step
 

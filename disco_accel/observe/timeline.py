@@ -22,8 +22,12 @@ from disco_accel.graph.files import write_atomically
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
-from disco_accel.graph.values import must_survive_step
+from disco_accel.graph.values import is_handed_out, must_survive_step
+from disco_accel.observe.step_facts import NO_FACTS, _StepFacts
 from disco_accel.plan.summary import staying
+
+TRACE_VERSION = 1
+"""Of the parts of a trace that are not of the Trace Event format: arguments of its rows, and ``otherData``."""
 
 
 class TracedEvent(Protocol):
@@ -48,7 +52,8 @@ class Content(enum.Enum):
 
     RESIDENT = "weights that stay"
     STREAMED = "streamed weights"
-    ACTIVATION = "activations and scratch"
+    ACTIVATION = "activations"
+    SCRATCH = "scratch"
     KEPT = "loss and gradients"
 
 
@@ -67,16 +72,23 @@ class _Stay:
 
 def contents(plan: MemGraph) -> dict[Ref, Content]:
     """The content of each value that has an address."""
-    by_id = {v.id: v for v in plan.vertices}
-    resident, input_of = staying(plan), inputs_held(plan)
-    return {ref: _content(by_id[ref[0]], input_of.get(ref), resident) for ref in plan.slots}
+    return _contents(plan, inputs_held(plan))
 
 
-def _content(vertex: Vertex, input_held: int | None, resident: Container[int]) -> Content:
+def _contents(plan: MemGraph, input_of: Mapping[Ref, int]) -> dict[Ref, Content]:
+    by_id, resident = {v.id: v for v in plan.vertices}, staying(plan)
+    read = {ref for vertex in plan.vertices for ref in vertex.inputs}
+    return {ref: _content(by_id[ref[0]], input_of.get(ref), resident, ref in read) for ref in plan.slots}
+
+
+def _content(vertex: Vertex, input_held: int | None, resident: Container[int], read: bool) -> Content:
     if input_held is not None:
         # A weight that is there when the step starts, makes room and comes back is one of those that are streamed.
         return Content.RESIDENT if input_held in resident else Content.STREAMED
-    return Content.KEPT if must_survive_step(vertex) else Content.ACTIVATION
+    if must_survive_step(vertex):
+        return Content.KEPT
+    # A kernel's scratch is an output that nobody reads.
+    return Content.ACTIVATION if read or is_handed_out(vertex) else Content.SCRATCH
 
 
 def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[_Stay]:
@@ -89,7 +101,8 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[_Stay]:
     finish = max((e.end for e in events), default=0.0)
     by_id = {v.id: v for v in plan.vertices}
     last_read = _last_reads(plan, ran)
-    what, input_of = contents(plan), inputs_held(plan)
+    input_of = inputs_held(plan)
+    what = _contents(plan, input_of)
     at_start: dict[int, list[Ref]] = defaultdict(list)
     for ref in plan.slots:
         if ref in input_of and by_id[ref[0]].kind is VertexKind.INPUT:
@@ -154,8 +167,13 @@ def occupancy(
     plan: MemGraph, events: Sequence[TracedEvent], device: int = 0
 ) -> tuple[list[float], dict[Content, list[int]]]:
     """Times in seconds, and for each content the bytes of the arena of ``device`` that it takes from each on."""
+    return levels(stay for stay in stays(plan, events) if stay.device == device)
+
+
+def levels(there: Iterable[_Stay]) -> tuple[list[float], dict[Content, list[int]]]:
+    """As ``occupancy``, of the stays on one device."""
     changes: dict[float, dict[Content, int]] = defaultdict(lambda: defaultdict(int))
-    for content, low, high, size in _merged(s for s in stays(plan, events) if s.device == device):
+    for content, low, high, size in _merged(there):
         changes[low][content] += size
         changes[high][content] -= size
     times = sorted(changes)
@@ -182,8 +200,14 @@ def _merged(stays: Iterable[_Stay]) -> Iterable[tuple[Content, float, float, int
             reach = max(reach, stay.end)
 
 
-def chrome_trace(plan: MemGraph, events: Sequence[TracedEvent]) -> dict[str, Any]:
-    """The step as a Trace Event object: one row per lane, a counter of bytes in use, arrows from copies to readers."""
+def chrome_trace(
+    plan: MemGraph, events: Sequence[TracedEvent], facts: _StepFacts = NO_FACTS, source: str = "measured"
+) -> dict[str, Any]:
+    """The step as a Trace Event object: one row per lane, a counter of bytes in use, arrows from copies to readers.
+
+    ``source``: ``measured`` or ``simulated``. With it ``otherData`` has the names of inputs, so that ``step_folder.py``
+    reads all of a step from its trace and its plan.
+    """
     by_id = {v.id: v for v in plan.vertices}
     lanes = lane_order(events)
     rows: list[dict[str, Any]] = [_metadata("process_name", plan.name or "step", 0)]
@@ -197,11 +221,14 @@ def chrome_trace(plan: MemGraph, events: Sequence[TracedEvent]) -> dict[str, Any
                 "ph": "X",
                 "pid": 0,
                 "tid": lanes.index(event.lane),
-                "name": label(vertex, by_id),
+                "name": label(vertex, by_id, facts.names),
                 "cat": kind_name(vertex),
                 "ts": event.start * 1e6,
                 "dur": (event.end - event.start) * 1e6,
-                "args": {"vertex": vertex.id, "bytes": event.bytes, "issued": event.issue * 1e6},
+                "args": {
+                    **{"vertex": vertex.id, "bytes": event.bytes, "issued": event.issue * 1e6},
+                    **facts.args(vertex.id),
+                },
             }
         )
     rows += _flows(plan, events, lanes)
@@ -209,16 +236,17 @@ def chrome_trace(plan: MemGraph, events: Sequence[TracedEvent]) -> dict[str, Any
         times, held = occupancy(plan, events, device.id)
         for time, *parts in zip(times, *held.values(), strict=True):
             rows.append(_counter(f"arena {device.id}", time, {"bytes": sum(parts)}))
-    return {"traceEvents": rows, "displayTimeUnit": "ms"}
+    more = {"version": TRACE_VERSION, "source": source, "names": sorted(facts.names.items())}
+    return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": more}
 
 
-def label(vertex: Vertex, by_id: Mapping[int, Vertex]) -> str:
-    """A short name of a vertex; a copy is named by its value."""
+def label(vertex: Vertex, by_id: Mapping[int, Vertex], names: Mapping[int, str]) -> str:
+    """A short name of a vertex; a copy is named by its value, an INPUT by its tensor."""
     if swaps(vertex):
         source = by_id[vertex.inputs[0][0]]
         if swaps_in(vertex) and swaps_out(source):
             source = by_id[source.inputs[0][0]]
-        return f"{kind_name(vertex)} {source.op or source.id}"
+        return f"{kind_name(vertex)} {names.get(source.id) or source.op or source.id}"
     return vertex.op or f"{kind_name(vertex)} {vertex.id}"
 
 
@@ -259,8 +287,14 @@ def _counter(name: str, time: float, values: dict[str, int]) -> dict[str, Any]:
     return {"ph": "C", "pid": 0, "name": name, "ts": time * 1e6, "args": values}
 
 
-def write_chrome_trace(path: str | os.PathLike[str], plan: MemGraph, events: Sequence[TracedEvent]) -> None:
+def write_chrome_trace(
+    path: str | os.PathLike[str],
+    plan: MemGraph,
+    events: Sequence[TracedEvent],
+    facts: _StepFacts = NO_FACTS,
+    source: str = "measured",
+) -> None:
     """Write ``chrome_trace`` as JSON, all or nothing; open it in Perfetto or chrome://tracing."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, json.dumps(chrome_trace(plan, events)).encode())
+    write_atomically(target, json.dumps(chrome_trace(plan, events, facts, source)).encode())

@@ -22,4 +22,4 @@ numbers = stats(model)
 for name in ("arena_bytes", "resident_weight_bytes", "reload_bytes", "offload_bytes", "step_seconds", "bound_seconds"):
     print(f"{name}: {numbers[name]}")
 print(Path("out/report/report.txt").read_text())
-print(sorted(path.name for path in Path("out/report").iterdir()))  # trace.json opens in Perfetto
+print(sorted(path.name for path in Path("out/report").iterdir()))  # report.html shows it all

@@ -15,6 +15,7 @@ import torch
 
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
+from disco_accel.observe.step_folder import read_step
 from disco_accel.step.run.session import Session, current_step
 from tests.support.models import random_batch, tiny_lora
 
@@ -266,7 +267,10 @@ def test_report_dir_shows_a_step_in_steady_state(tmp_path: Path) -> None:
     model = prepare(tiny_lora(), config(report_dir=str(tmp_path / "report")))
     assert_same(train(model, steps=4), train(tiny_lora(), steps=4))
     names = {p.name for p in (tmp_path / "report").iterdir()}
-    assert {"plan.json", "trace.json", "stats.json", "report.txt"} <= names
+    assert {"plan.json", "trace.json", "stats.json", "report.txt", "report.html"} <= names
+    step = read_step(tmp_path / "report")
+    assert step.source == "measured" and any("q_proj" in name for name in step.facts.names.values())
+    assert any("q_proj" in module for module in step.facts.modules.values())
     assert json.loads((tmp_path / "report" / "trace.json").read_text())["traceEvents"]
 
 

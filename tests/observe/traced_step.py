@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.spaces import HOST, Space, SpaceKind
-from disco_accel.graph.taskgraph import Vertex, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN
+from disco_accel.simulate.simulator import Machine, simulate
 
 W0, W1, A, L, B, C, SAVE, BACK, LOSS = range(9)
 
@@ -63,3 +64,24 @@ def events() -> list[Event]:
         Event(C, "compute0", 6, 6, 7),
         Event(LOSS, "compute0", 7, 7, 8),
     ]
+
+
+def simulated(plan: MemGraph) -> list[Event]:
+    """The events of a plan in simulated time."""
+    machine = Machine()
+    lanes, starts = machine.lanes(plan.spaces), simulate(plan, machine).starts
+    events = []
+    for vertex in plan.vertices:
+        if vertex.kind is VertexKind.INPUT:
+            continue
+        copies = vertex.kind is VertexKind.COPY
+        lane = lanes.route_name(vertex.source, vertex.space) if copies else "compute0"
+        start = starts[vertex.id]
+        nbytes = vertex.sizes[0] if copies else 0
+        events.append(Event(vertex.id, lane, start, start, start + lanes.seconds(vertex), nbytes))
+    return events
+
+
+def graph_of(vertices: tuple[Vertex, ...], memory: int) -> TaskGraph:
+    """A graph on one device."""
+    return TaskGraph("small", (Space(0, memory),), vertices)

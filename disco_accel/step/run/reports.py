@@ -11,6 +11,7 @@ import torch
 
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.observe.report import write_report
+from disco_accel.observe.step_facts import step_facts
 from disco_accel.plan.summary import link_bytes, peak_bytes
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.run.observer import Fallback, Observer, of_all_models
@@ -154,4 +155,5 @@ class Reports(Observer):
         """Write plan, trace, numbers and picture of the step that just ran into ``report_dir``."""
         self._left -= 1
         assert self._folder is not None
-        write_report(self._folder, step.plan, step.executor.events(), stats)
+        facts = step_facts(step.graph, {binding.vertex: binding.name for binding in step.captured.bindings})
+        write_report(self._folder, step.plan, step.executor.events(), stats, facts=facts)

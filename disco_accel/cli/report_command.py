@@ -1,0 +1,25 @@
+"""The command ``report``: the page of a step from its folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+
+def report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``report``."""
+    parser.add_argument("folder", metavar="DIR", help="what report_dir or plan -o wrote")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where the page goes (default: report.html in DIR)")
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write the page, and print one JSON line: its file, and whether its events were measured or simulated."""
+    from disco_accel.observe.step_folder import read_step
+    from disco_accel.observe.step_page import write_step_page
+
+    step = read_step(options.folder)
+    target = Path(options.folder) / "report.html" if options.output is None else Path(options.output)
+    write_step_page(target, step)
+    print(json.dumps({"page": str(target), "events": step.source, "seconds": step.finish}))
+    return 0
