@@ -1,8 +1,8 @@
 """Rows of large tables in the place of the tables: a kernel that needs a few rows of a frozen weight gets these alone.
 
-A *host device* picks the rows where the weight has its home, and a copy takes them to the device. Two kinds of kernels
-need few rows: those that gather (an embedding, the experts of a token picked by number), which run at home as they are;
-and products by expert, which get the experts that have tokens, in their order.
+A *host device* picks the rows where the weight has its home, and a copy takes them to the device. Kernels that gather,
+such as an embedding or experts picked by number, run at home as they are. A product by expert gets the experts that have
+tokens, in their order.
 """
 
 from __future__ import annotations
