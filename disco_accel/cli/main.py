@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disco_accel.cli import bound_command, convert_command, merge_command, recipe_commands, simulate_command
+from disco_accel.cli import (
+    bound_command,
+    convert_command,
+    merge_command,
+    plan_command,
+    recipe_commands,
+    simulate_command,
+)
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError, VerifyError
 from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.sizes import parse_size
@@ -218,9 +225,9 @@ COMMANDS: tuple[_Command, ...] = (
     ),
     _Command(
         "plan",
-        "does a recipe fit its budget, and how fast is it then",
-        recipe_commands.plan_arguments,
-        recipe_commands.plan,
+        "does a recipe or a model fit a budget, which budgets do, and how fast is it then",
+        plan_command.plan_arguments,
+        plan_command.plan,
     ),
     _Command(
         "capture",
