@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -225,7 +226,8 @@ def model_config(found: FoundModel) -> Any:
     try:
         if found.folder is not None:
             return AutoConfig.from_pretrained(str(found.folder))
-        values = dict(found.config)
+        # transformers adds keys to what is in it.
+        values = deepcopy(dict(found.config))
         return AutoConfig.for_model(values.pop("model_type"), **values)
     except (OSError, ValueError, ImportError, TypeError) as error:
         name = found.name

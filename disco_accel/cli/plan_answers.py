@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from disco_accel.step.compile.stages import PlanRequest, StagedStep
 
 _DRIVER = Path("/proc/driver/nvidia/version")
-_SECOND = 3
+_AMPLE = MAX_SIZE >> 2
+_SMALLER = 0.9
+"""The next budget is tried while a step takes less than this part of the last one."""
+_DIGITS = 3
 """Significant digits of the budgets between the ends of a curve."""
 
 
@@ -110,6 +113,7 @@ class _StepAnswers:
     device: _Device
     options: argparse.Namespace
     _outlines: dict[Any, Outline] = field(default_factory=dict)
+    _answers: dict[int, tuple[dict[str, Any], Exception | None]] = field(default_factory=dict)
 
     def own_budget(self) -> int:
         """That of the step's config, or of the device. A size is taken as it is: this machine need not be the one that
@@ -131,22 +135,39 @@ class _StepAnswers:
     def curve(self, points: int) -> list[int]:
         """Budgets from the smallest that works to the smallest in which everything stays on the device."""
         _, error = self.answer(1)
-        most, wrong = self.answer(MAX_SIZE >> 2)
-        if wrong is not None:
-            raise wrong
-        top = most["peak_bytes"]
+        top = self._enough()
         least = error.needed if isinstance(error, BudgetTooSmall) else top
         if least >= top:
             return [top]
         ratio = (top / least) ** (1 / (points - 1))
-        between = (int(float(f"{least * ratio**k:.{_SECOND - 1}e}")) for k in range(1, points - 1))
+        between = (int(float(f"{least * ratio**k:.{_DIGITS - 1}e}")) for k in range(1, points - 1))
         return sorted({least, *(size for size in between if least < size < top), top})
+
+    def _enough(self) -> int:
+        """About the smallest budget that loads no more than any larger one. Memory of launch graphs is a share of a
+        budget, so that a small model takes less of a smaller one."""
+        size = _AMPLE
+        while True:
+            figures, error = self.answer(size)
+            if error is not None:
+                raise error
+            peak = figures["peak_bytes"]
+            tried = [least for least in (peak, peak * 21 // 20) if least < _SMALLER * size]
+            for least in tried:
+                found, _ = self.answer(least)
+                if found["fits"] and found["reload_bytes"] <= figures["reload_bytes"]:
+                    break
+            else:
+                return tried[-1] if size == _AMPLE else size
+            size = least
 
     def answer(self, total: int, folder: Path | None = None) -> tuple[dict[str, Any], Exception | None]:
         """The figures in a budget of ``total`` bytes, and an error where that is too small. With ``folder`` the plan
         is made in any case, and written there. Raises ConfigError, CaptureError."""
         config = self.step.config
         keeps = config.plan_cache is not None and self._repeatable
+        if folder is None and total in self._answers:
+            return self._answers[total]
         key = answer_key(self._question(total)) if keeps else ""
         figures = (
             load_answer(config.plan_cache, key) if config.plan_cache is not None and key and folder is None else None
@@ -155,13 +176,8 @@ class _StepAnswers:
             figures = self._planned(total, folder)
             if config.plan_cache is not None and key and not figures.get("cut_short"):
                 store_answer(config.plan_cache, key, figures)
-        if figures["fits"]:
-            return figures, None
-        refusal = figures["refusal"]
-        devices = tuple(refusal["devices"])
-        return figures, BudgetTooSmall(
-            figures["needed_bytes"], figures["budget_bytes"], refusal["what"], refusal["parts"], devices
-        )
+        self._answers[total] = figures, None if figures["fits"] else _error_of(figures)
+        return self._answers[total]
 
     @property
     def _repeatable(self) -> bool:
@@ -274,6 +290,12 @@ class _StepAnswers:
         if step.devices > 1:
             facts |= {"devices": step.devices, "parallel": step.parallel}
         return facts
+
+
+def _error_of(figures: Mapping[str, Any]) -> BudgetTooSmall:
+    """The refusal that ``figures`` are about."""
+    needed, given, refusal = figures["needed_bytes"], figures["budget_bytes"], figures["refusal"]
+    return BudgetTooSmall(needed, given, refusal["what"], refusal["parts"], tuple(refusal["devices"]))
 
 
 def _host_figures(captured: Outline, made: StagedStep, config: DiscoConfig) -> dict[str, Any]:

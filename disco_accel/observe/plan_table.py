@@ -104,8 +104,9 @@ def advice(answers: Sequence[Figures]) -> str:
             if half is not None
             else ""
         )
-        more = f"at most {enough['step_seconds'] / best['step_seconds'] - 1:.0%}"
-        return f"{size_for_people(enough['budget_bytes'])} is enough: larger ones make a step {more} shorter{halved}."
+        more = enough["step_seconds"] / best["step_seconds"] - 1
+        gain = f"larger ones make a step at most {more:.0%} shorter" if more >= 0.005 else "no larger one is faster"
+        return f"{size_for_people(enough['budget_bytes'])} is enough: {gain}{halved}."
     return _of_one(best)
 
 

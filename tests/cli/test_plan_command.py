@@ -19,14 +19,14 @@ from disco_accel.sizes import parse_size
 from disco_accel.verify.static import verify
 from tests.cli.test_cli_recipe import CONFIG, write_recipe
 
-BUDGETS = ("40KiB", "700KiB", "64MiB")
+BUDGETS = ("40KiB", "2MiB", "64MiB")
 Ask = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 2}))
     return str(folder)
 
 
@@ -91,7 +91,7 @@ def test_the_smallest_budget_that_is_named_is_the_smallest(ask: Ask) -> None:
     assert budgets[0] == needed and budgets == sorted(set(budgets)) and len(budgets) == 6
     assert all(each["fits"] for each in curve)
     assert curve[-1]["resident_bytes"] == curve[-1]["frozen_bytes"] and curve[-1]["reload_bytes"] == 0
-    assert curve[-2]["budget_bytes"] < curve[-1]["peak_bytes"] == budgets[-1]
+    assert curve[-1]["peak_bytes"] <= budgets[-1] < 2 * curve[-1]["peak_bytes"]
 
 
 def test_lists_are_multiplied_and_a_prompt_is_one_row(ask: Ask) -> None:
@@ -99,7 +99,7 @@ def test_lists_are_multiplied_and_a_prompt_is_one_row(ask: Ask) -> None:
     assert shapes == [(1, 8), (1, 16), (2, 8), (2, 16)]
     (prompt,) = ask("--task", "prefill", "--budget", "1GiB")
     assert prompt["task"] == "prefill" and prompt["recomputation"] is None
-    (full,) = ask("--task", "full", "--budget", "1MiB")
+    (full,) = ask("--task", "full", "--budget", "2MiB")
     assert full["optimizer"] == "host" and full["frozen_bytes"] < full["host_updated_bytes"]
     (packed,) = ask("--quant", "nf4", "--budget", "1GiB")
     assert packed["quant"]["form"] == "nf4"
@@ -118,16 +118,16 @@ def test_an_equal_question_is_answered_from_disk(
     ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is captured; another question, or a file with a fault, is planned."""
-    first = ask("--budget", "700KiB,1KiB")
+    first = ask("--budget", "2MiB,1KiB")
     with monkeypatch.context() as without:
         without.setattr(plan_answers, "outlined", lambda *_: pytest.fail("captured again"))
-        assert ask("--budget", "700KiB,1KiB") == first
-        for other in (["--budget", "701KiB"], ["--gpu", "h100", "--budget", "700KiB"]):
+        assert ask("--budget", "2MiB,1KiB") == first
+        for other in (["--budget", "2049KiB"], ["--gpu", "h100", "--budget", "2MiB"]):
             with pytest.raises(pytest.fail.Exception):
                 ask(*other)
     for file in (tmp_path / "cache" / "answers").glob("*.json"):
         file.write_text("{}")
-    assert ask("--budget", "700KiB,1KiB") == first and "made for something else" in caplog.text
+    assert ask("--budget", "2MiB,1KiB") == first and "made for something else" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_wrong_questions_are_status_2(words: list[str], message: str, capsys: py
 
 
 def test_host_memory_that_is_too_small_is_a_row_among_others(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--budget", "700KiB,1GiB", "--host-memory", "4KiB")
+    words = ("--budget", "2MiB,1GiB", "--host-memory", "4KiB")
     assert [each["fits"] for each in ask(*words, status=2)] == [False, False]
 
 
