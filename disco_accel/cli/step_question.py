@@ -145,8 +145,10 @@ def _require_one_row(rows: int) -> None:
 
 def outlined(step: _Step, quant: str | None, budget: Callable[[], int]) -> Outline:
     """``step`` as captured. ``budget``: bytes, asked for once the model is known. Raises ConfigError, CaptureError."""
-    # transformers warns about its own calls from inside PEFT; nobody here can act on that.
+    # transformers warns about its own calls from inside PEFT, and PEFT about its own patterns of fused experts; nobody
+    # here can act on that.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="peft")
     from disco_accel.recipes.outline import outline
 
     by_rows = step.config.parallel == "batch" and step.devices > 1

@@ -11,11 +11,14 @@ from disco_accel.sizes import format_size
 Figures = Mapping[str, Any]
 
 _HEADER = (
-    *("budget", "fits", "host memory", "resident", "over the link", "step, s", "tokens/s", "limit", "over bound"),
+    *("budget", "fits", "host memory", "never leave", "over the link", "step, s", "tokens/s", "limit", "over bound"),
     *("recompute dropped", "link hidden from"),
 )
 _AS_FAST = 1.05
 """A step so many times as long as the fastest is as good as that."""
+_AFTER_FULL = (
+    "Behind these seconds: gradients that are on their way to host memory at the end, and the optimizer's update."
+)
 _TASKS = {"lora": "LoRA", "full": "training of all weights", "prefill": "a prompt"}
 
 
@@ -37,6 +40,8 @@ def plan_text(answers: Sequence[Figures]) -> str:
         lines.append(f"Unverified, no document was read: {', '.join(first['unverified'])} of this GPU.")
     if first.get("not_counted"):
         lines.append(f"Estimated {first['not_counted']}.")
+    if first["task"] == "full":
+        lines.append(_AFTER_FULL)
     lines.append(advice(answers))
     return "\n".join(lines) + "\n"
 
@@ -121,18 +126,14 @@ def _remedy(refused: Sequence[Figures]) -> str:
 
 
 def _of_one(only: Figures) -> str:
-    hidden = only["hidden_at_tokens"]
+    hidden, over = only["hidden_at_tokens"], max(0.0, only["ratio"] - 1)
     if only["limit"] == "link":
         return (
-            f"The link limits this step: from about {hidden} tokens a step on, in place of {only['tokens']}, kernels "
-            "take as long; give more tokens, a larger budget, or --quant."
+            f"The link limits this step: kernels take as long from about {hidden} tokens a step on, and it has "
+            f"{only['tokens']}; more tokens, a larger budget or --quant help."
         )
     if not only["reload_bytes"]:
-        return f"All weights stay on the device, of which {size_for_people(only['peak_bytes'])} are used."
-    return (
-        f"Kernels limit this step; weights that are loaded meanwhile cost {only['ratio'] - 1:.0%} over the bound, so "
-        "that more memory gains little."
-        if only["ratio"] <= _AS_FAST
-        else f"Kernels limit this step, which is {only['ratio'] - 1:.0%} over the bound; --budget all shows what more "
-        "memory gains."
-    )
+        return f"All weights stay on the device, and the step takes {size_for_people(only['peak_bytes'])} of it."
+    if only["ratio"] <= _AS_FAST:
+        return f"Kernels limit this step, {over:.0%} over the bound: more memory gains little."
+    return f"Kernels limit this step, {over:.0%} over the bound; --budget all shows the gain of more memory."
