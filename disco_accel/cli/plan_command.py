@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,6 @@ def plan(options: argparse.Namespace) -> int:
     takes."""
     from disco_accel.observe.plan_table import plan_text
 
-    logging.basicConfig(format="disco-accel: %(message)s", level=logging.WARNING)
     if options.parallel == "all" and options.output is not None:
         raise ConfigError("-o: takes one plan; give --parallel layers, batch or tensor")
     device = device_of(options)
