@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from typing import Any
 
 from disco_accel.cli import step_question
 from disco_accel.errors import ConfigError
@@ -91,7 +92,7 @@ def capture(options: argparse.Namespace) -> int:
     from disco_accel.measure.costs import Estimated
     from disco_accel.step.compile.pipeline import with_costs
 
-    asked = step_question.of_recipe(options.recipe, {})
+    asked = step_question.of_recipe(options.recipe)
     outlined = step_question.outlined(asked, options.quant, lambda: 1 << 62)
     step, known = with_costs(outlined.captured, Estimated(options.device, compute_threads=asked.config.compute_threads))
     say(known.note)
@@ -103,7 +104,7 @@ def capture(options: argparse.Namespace) -> int:
     seconds = sum(v.duration or 0.0 for v in step.graph.vertices)
     frozen = sum(v.sizes[0] for v in step.graph.vertices if host_copy_exists(v))
     adapters = outlined.budget(0).adapters
-    figures = {"kernels": kernels, "compute_seconds": seconds, "frozen_bytes": frozen, "adapters": adapters}
+    figures: dict[str, Any] = {"kernels": kernels, "compute_seconds": seconds, "frozen_bytes": frozen, "adapters": adapters}
     if outlined.packed is not None:
         figures["quant"] = outlined.packed.as_dict()
     print(json.dumps(figures))

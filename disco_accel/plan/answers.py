@@ -48,13 +48,16 @@ def load_answer(folder: str | os.PathLike[str], key: str) -> dict[str, Any] | No
         data = read_private(path, MOST_BYTES)
         found = None if data is None else parse_json(data)
     except OSError as error:
-        return _say(path, f"cannot be read: {error.strerror or error}")
+        _say(path, f"cannot be read: {error.strerror or error}")
+        return None
     except (GraphFileError, Unusable) as error:
-        return _say(path, str(error))
+        _say(path, str(error))
+        return None
     if found is None:
         return None
     if not isinstance(found, dict) or found.get(_KEY) != key or not isinstance(found.get("figures"), dict):
-        return _say(path, "made for something else")
+        _say(path, "made for something else")
+        return None
     figures: dict[str, Any] = found["figures"]
     return figures
 
