@@ -104,7 +104,12 @@ def capture(options: argparse.Namespace) -> int:
     seconds = sum(v.duration or 0.0 for v in step.graph.vertices)
     frozen = sum(v.sizes[0] for v in step.graph.vertices if host_copy_exists(v))
     adapters = outlined.budget(0).adapters
-    figures: dict[str, Any] = {"kernels": kernels, "compute_seconds": seconds, "frozen_bytes": frozen, "adapters": adapters}
+    figures: dict[str, Any] = {
+        "kernels": kernels,
+        "compute_seconds": seconds,
+        "frozen_bytes": frozen,
+        "adapters": adapters,
+    }
     if outlined.packed is not None:
         figures["quant"] = outlined.packed.as_dict()
     print(json.dumps(figures))
