@@ -43,11 +43,11 @@ from disco_accel.recipes.metrics import (
     plan_stats,
     write_metrics,
 )
-from disco_accel.recipes.preferences import PAIRED, build_preferences, preference_trainer
+from disco_accel.recipes.preferences import build_preferences, preference_trainer
 from disco_accel.recipes.progress import Progress, StopAtStepEnd
 from disco_accel.recipes.recording_trainer import RecordingTrainer
 from disco_accel.recipes.saving import STAGING, clear, publish
-from disco_accel.recipes.settings import LoraRecipe, read_recipe
+from disco_accel.recipes.settings import PAIRED, LoraRecipe, read_recipe
 from disco_accel.sizes import format_size
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,10 +25,11 @@ from disco_accel.integrate.hf.tensor_plan import tensor_plan
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.quantised.forms import PackedForm
 from disco_accel.recipes.corpus import IGNORED
-from disco_accel.recipes.loading import add_adapter
-from disco_accel.recipes.preferences import LOG_PROBABILITIES, PAIRED
+from disco_accel.recipes.loading import add_adapter, checkpoint_activations
+from disco_accel.recipes.model_names import FoundModel, find_model
+from disco_accel.recipes.preferences import LOG_PROBABILITIES
 from disco_accel.recipes.quantised import PackedWeights, asked_form, packable, stored_form, with_packed_weights
-from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
+from disco_accel.recipes.settings import PAIRED, LoraRecipe, PrefillRecipe
 from disco_accel.step.compile.budget_parts import Budget, leaving_bytes
 from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.compile.stages import Sharing, whole_step
@@ -76,6 +78,7 @@ def outline(
     budget: Callable[[], int] = lambda: 0,
     parts: int = 1,
     ranks: int = 1,
+    adapter: bool = True,
 ) -> Outline:
     """Capture the step that ``recipe`` trains, or a prefill of ``max_length`` tokens: no weight is read, nothing runs.
 
@@ -83,6 +86,7 @@ def outline(
     say. It is estimated (``measure/quantised_estimate.py``): the library that packs need not be installed.
     ``config`` and ``budget`` (asked once the model is known) say where an optimizer updates; else it is the device.
     ``parts``: of the batch, each with kernels of its own. ``ranks``: how many devices share each large weight.
+    ``adapter``: of LoRA, which is trained; without one all weights are.
 
     Raises:
         ConfigError: there is no config, or a key of the recipe does not fit it; the batch has no such parts.
@@ -90,6 +94,8 @@ def outline(
     """
     base = meta_base(recipe)
     form = _form(recipe, base, quant)
+    if form is not None and not adapter:
+        raise ConfigError(f"--quant: {form}: packed weights are not trained; give --task lora or prefill, or none")
     if form is not None and ranks > 1:
         raise ConfigError("parallel: tensor: packed weights are not cut; use parallel: layers or batch")
     shapes = packable(base) if form else {}
@@ -98,7 +104,8 @@ def outline(
             raise ConfigError("parallel: batch, micro_batches: a prompt is one row; use parallel: layers")
         outlined = _prefill_outline(recipe, base, ranks)
     else:
-        outlined = _step_outline(recipe, base, config, budget, parts, ranks)
+        model = _adapted(base, recipe) if adapter else _whole(base, recipe)
+        outlined = _step_outline(recipe, model, config, budget, parts, ranks)
     if form is None:
         return outlined
     captured, sizes = with_packed_weights(outlined.captured, outlined.model, shapes, form)
@@ -112,9 +119,8 @@ def _form(recipe: LoraRecipe | PrefillRecipe, base: Any, quant: str | None) -> P
 
 
 def _step_outline(
-    recipe: LoraRecipe, base: Any, config: DiscoConfig | None, budget: Callable[[], int], parts: int, ranks: int
+    recipe: LoraRecipe, model: Any, config: DiscoConfig | None, budget: Callable[[], int], parts: int, ranks: int
 ) -> Outline:
-    model = _adapted(base, recipe)
     batch = meta_batch(recipe)
     sizes = TrainedBytes.of(model)
     home = OptimizerHome.DEVICE if config is None else home_by_size(config, sizes, budget())
@@ -185,6 +191,15 @@ def _adapted(base: Any, recipe: LoraRecipe) -> torch.nn.Module:
     return model.train()
 
 
+def _whole(base: Any, recipe: LoraRecipe) -> torch.nn.Module:
+    """All weights trained."""
+    base.config.use_cache = False
+    if recipe.gradient_checkpointing:
+        checkpoint_activations(base, recipe.gradient_checkpointing_kwargs)
+    model: torch.nn.Module = base.train()
+    return model
+
+
 def meta_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
     """The recipe's model without its adapter.
 
@@ -192,10 +207,7 @@ def meta_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
         ConfigError: there is no config, or a key of the recipe does not fit it.
     """
     name = recipe.model_name_or_path
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"model_name_or_path: {name}: has no config that can be read ({_first(error)})") from error
+    config = model_config(find_model(name))
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and recipe.max_length > longest:
         raise ConfigError(f"max_length: {recipe.max_length} is more than the {longest} positions of {name}")
@@ -207,6 +219,19 @@ def meta_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
             )
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise ConfigError(f"model_name_or_path: {name}: cannot be built ({_first(error)})") from error
+
+
+def model_config(found: FoundModel) -> Any:
+    """The config of transformers with the values of ``found``. Raises ConfigError: it knows no such model."""
+    try:
+        if found.folder is not None:
+            return AutoConfig.from_pretrained(str(found.folder))
+        # transformers adds keys to what is in it.
+        values = deepcopy(dict(found.config))
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    except (OSError, ValueError, ImportError, TypeError) as error:
+        name = found.name
+        raise ConfigError(f"model_name_or_path: {name}: has no config that can be read ({_first(error)})") from error
 
 
 def meta_batch(recipe: LoraRecipe) -> dict[str, Any]:

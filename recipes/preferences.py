@@ -18,13 +18,11 @@ from transformers.utils.generic import ModelOutput
 from disco_accel.errors import ConfigError
 from disco_accel.recipes.corpus import IGNORED, Blocks, padded_rows, read_text, tokens_of
 from disco_accel.recipes.recording_trainer import RecordingTrainer
-from disco_accel.recipes.settings import LoraRecipe
+from disco_accel.recipes.settings import PAIRED, LoraRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PAIRED = ("dpo", "orpo")
-"""The losses whose records hold two answers, so that each is two rows of a batch."""
 _PAIR, _COMPLETION, _MISMATCH, _DESIRABLE = ("chosen", "rejected"), "completion", "KL", "desirable"
 _COLUMNS = ("input_ids", "attention_mask", "labels")
 LOG_PROBABILITIES = "log_probs"

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import SchedulerType
-from transformers.training_args import OptimizerNames
-
 from disco_accel.config.strict_yaml import read_yaml
 from disco_accel.errors import ConfigError
 
@@ -129,6 +126,8 @@ _CHOICES = {
     "attn_implementation": ("sdpa", "eager", "flash_attention_2"),
     "bnb_4bit_quant_type": ("nf4", "fp4"),
 }
+PAIRED = ("dpo", "orpo")
+"""The losses whose records hold two answers, so that each is two rows of a batch."""
 _LOSSES_WITH = {
     "beta": ("dpo", "orpo", "kto"),
     "loss_type": ("dpo",),
@@ -148,11 +147,12 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     return parse_recipe(values, source=str(path))
 
 
-def read_any_recipe(path: str | Path) -> LoraRecipe | PrefillRecipe:
-    """Read a recipe file of either kind: one with ``prompts`` is a prefill. Raises ConfigError as ``read_recipe``."""
-    values = read_yaml(path)
+def read_any_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> LoraRecipe | PrefillRecipe:
+    """Read a recipe file of either kind: one with ``prompts`` is a prefill. ``overrides`` and ConfigError as
+    ``read_recipe``."""
+    values = {**read_yaml(path), **(overrides or {})}
     if "prompts" in values and "dataset" not in values:
-        return read_prefill_recipe(path)
+        return _parse(PrefillRecipe, values, str(path))
     return parse_recipe(values, source=str(path))
 
 
@@ -244,11 +244,15 @@ def _coerce(source: str, key: str, value: Any, hint: Any) -> Any:
 
 
 def _library_choices(key: str) -> tuple[str, ...] | None:
+    if key not in ("lr_scheduler_type", "optim"):
+        return None
+    # Only recipes with these keys wait for it.
+    from transformers import SchedulerType
+    from transformers.training_args import OptimizerNames
+
     if key == "lr_scheduler_type":
         return tuple(str(kind.value) for kind in SchedulerType)
-    if key == "optim":
-        return tuple(str(kind.value) for kind in OptimizerNames)
-    return None
+    return tuple(str(kind.value) for kind in OptimizerNames)
 
 
 def _check_range(source: str, key: str, value: Any) -> None:

@@ -17,6 +17,7 @@ from disco_accel.cli import (
     bound_command,
     convert_command,
     merge_command,
+    plan_command,
     recipe_commands,
     report_command,
     simulate_command,
@@ -225,9 +226,9 @@ COMMANDS: tuple[_Command, ...] = (
     ),
     _Command(
         "plan",
-        "does a recipe fit its budget, and how fast is it then",
-        recipe_commands.plan_arguments,
-        recipe_commands.plan,
+        "does a recipe or a model fit a budget, which budgets do, and how fast is it then",
+        plan_command.plan_arguments,
+        plan_command.plan,
     ),
     _Command(
         "capture",

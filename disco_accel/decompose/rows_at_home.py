@@ -1,7 +1,7 @@
 """Rows of large tables in the place of the tables: a kernel that needs a few rows of a frozen weight gets these alone.
 
 A *host device* picks the rows where the weight has its home, and a copy takes them to the device. Kernels that gather,
-such as an embedding or experts picked by number, run at home as they are. A product by expert gets the experts that have
+such as an embedding or experts picked by number, run at home as they are. A product by expert gets the experts with
 tokens, in their order.
 """
 

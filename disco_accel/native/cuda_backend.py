@@ -23,8 +23,7 @@ from disco_accel.native.engine_class import OpTable
 from disco_accel.native.engine_numbers import PEER_PATHS
 from disco_accel.native.extension import load_allocator_shim, load_extension
 from disco_accel.native.loads import Load, cuda_loads
-from disco_accel.simulate.machine import Machine
-from disco_accel.simulate.roofline import Speed
+from disco_accel.simulate.gpus import gpu_named
 from disco_accel.sizes import format_size
 
 logger = logging.getLogger(__name__)
@@ -32,10 +31,6 @@ logger = logging.getLogger(__name__)
 GPU_COPY_PIECE = 16 << 20
 """Bytes of a piece of a copy, 0.3 to 1.3 ms of a link of 50 to 12 GB/s. Not measured: an urgent copy waits less for
 smaller ones, which take the loop thread more launches."""
-_A100 = Speed(
-    name="an A100 (40 GB) behind PCIe 4", half=1.8e14, single=1.2e13, memory=1.2e12, kernel=5e-6, machine=Machine()
-)
-"""About six tenths of its peaks."""
 _PROPERTIES = (
     *("name", "major", "minor", "multi_processor_count", "warp_size", "regs_per_multiprocessor", "total_memory"),
     *("max_threads_per_multi_processor", "max_threads_per_block", "shared_memory_per_block", "L2_cache_size"),
@@ -63,7 +58,7 @@ class CudaBackend:
     separate_memory = CUDA.separate_memory
     alignment = 512
     rate_dtype = "float32"
-    speed = _A100
+    speed = gpu_named("a100-40g").speed
     switches = (
         *("_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_cudnn_allow_tf32"),
         *("_get_cublas_allow_tf32", "_get_cublas_allow_fp16_accumulation", "_get_fa3_sdp_enabled"),

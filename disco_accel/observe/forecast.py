@@ -109,6 +109,8 @@ def forecast(
         "ratio": run.makespan / bound.bound if bound.bound else 1.0,
         "compute_seconds": bound.compute,
         "link_seconds": bound.link,
+        "kernel_seconds": max((s for lane, s in run.busy.items() if lane.startswith("compute")), default=0.0),
+        "copy_seconds": max((s for lane, s in run.busy.items() if not lane.startswith("compute")), default=0.0),
     }
 
     def named(stay: bool) -> tuple[str, ...]:

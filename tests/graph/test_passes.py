@@ -87,6 +87,7 @@ def test_one_more_pass_is_applied_and_printed(
         main(
             [
                 "plan",
+                "--json",
                 write_recipe(tmp_path),
                 "--memory",
                 "1MiB",

@@ -61,7 +61,7 @@ def test_a_recipe_that_plan_accepts_is_not_refused_by_train(
     keys["disco_config"] = {"memory_budget": "30KiB", "compute_threads": 1, "device": "cpu", "plan_cache": None}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(keys))
-    assert main(["plan", str(recipe), "--device", "cpu"]) == 1
+    assert main(["plan", "--json", str(recipe), "--device", "cpu"]) == 1
     refusal = json.loads(capsys.readouterr().out)
     assert refusal["without_scratch_of"] == 0
     assert train([str(recipe)]) == 2
@@ -75,7 +75,7 @@ def test_what_only_a_gpu_can_tell_is_said(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(values))
-    assert main(["plan", str(recipe), "--memory", "1GiB"]) == 0
+    assert main(["plan", "--json", str(recipe), "--memory", "1GiB"]) == 0
     said = capsys.readouterr()
     figures = json.loads(said.out)
     assert figures["without_scratch_of"] >= figures["kernels"] > 100

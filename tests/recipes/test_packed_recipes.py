@@ -169,18 +169,18 @@ def test_plan_names_the_form_and_its_bytes(
 ) -> None:
     """What the recipe's keys say, unless ``--quant`` says otherwise; a refusal has them too."""
     recipe = asked(load_in_4bit=True, use_bnb_nested_quant=True)
-    assert main(["plan", recipe, "--memory", "2MiB", "-o", str(tmp_path / "plan")]) == 0
-    said = capsys.readouterr()
-    quant = json.loads(said.out)["quant"]
+    assert main(["plan", "--json", recipe, "--memory", "2MiB", "-o", str(tmp_path / "plan")]) == 0
+    quant = json.loads(capsys.readouterr().out)["quant"]
     assert (quant["form"], quant["weights"]) == ("nf4-nested", 14)
     assert quant["packed_bytes"] < quant["bytes_before"] == 2 * 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)
-    assert re.search(r"of which 14 packed as nf4-nested +\S+KiB, before 144KiB", said.err)
+    report = (tmp_path / "plan" / "report.txt").read_text()
+    assert re.search(r"of which 14 packed as nf4-nested +\S+KiB, before 144KiB", report)
     forecast = json.loads((tmp_path / "plan" / "forecast.json").read_text())
     names = {*forecast["resident"], *forecast["streamed"]}
     assert {"base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight" + part for part in NESTED} <= names
-    assert main(["plan", recipe, "--memory", "2MiB", "--quant", "none"]) == 0
+    assert main(["plan", "--json", recipe, "--memory", "2MiB", "--quant", "none"]) == 0
     assert "quant" not in json.loads(capsys.readouterr().out)
-    assert main(["plan", recipe, "--memory", "20KiB", "--quant", "int8"]) == 1
+    assert main(["plan", "--json", recipe, "--memory", "20KiB", "--quant", "int8"]) == 1
     refused = json.loads(capsys.readouterr().out)
     assert refused["quant"]["form"] == "int8" and refused["needed_bytes"] > 20 << 10
 
@@ -194,12 +194,12 @@ def test_plan_on_the_host_device_says_which_ops_it_could_not_try(
     """Ops of PyTorch's are tried as ever, the casts and products of float8 among them; a library's, where it is
     loaded; not what is a part of one in the forward and when that is run again."""
     there = hasattr(torch.ops.bitsandbytes, "dequantize_4bit")
-    assert main(["plan", asked(load_in_4bit=True), "--memory", "2MiB", "--device", "cpu"]) == 0
+    assert main(["plan", "--json", asked(load_in_4bit=True), "--memory", "2MiB", "--device", "cpu"]) == 0
     said = capsys.readouterr()
     count = 14 + 12 + (0 if there else 11)
     assert json.loads(said.out)["without_scratch_of"] == count
     assert f"{count} ops that no library here has" in said.err
-    assert main(["plan", asked(), "--memory", "2MiB", "--device", "cpu", "--quant", "fp8"]) == 0
+    assert main(["plan", "--json", asked(), "--memory", "2MiB", "--device", "cpu", "--quant", "fp8"]) == 0
     assert json.loads(capsys.readouterr().out)["without_scratch_of"] == 0
 
 
@@ -224,7 +224,7 @@ def test_a_checkpoint_that_is_packed_is_planned_as_it_is_or_refused(
     packed.mkdir()
     config = json.loads((checkpoint / "config.json").read_text())
     (packed / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
-    status = main(["plan", asked(model_name_or_path=str(packed)), "--memory", "2MiB"])
+    status = main(["plan", "--json", asked(model_name_or_path=str(packed)), "--memory", "2MiB"])
     said = capsys.readouterr()
     if form is None:
         assert status == 2 and "packed by mxfp4" in said.err and "--quant" in said.err

@@ -210,7 +210,7 @@ def test_plan_names_the_bytes_that_a_training_of_preferences_names(
 ) -> None:
     plans = {"memory_budget": "30KiB", "compute_threads": 1, "device": "cpu", "plan_cache": None}
     file, _ = recipe_of(values, tmp_path, loss=loss, disco_config=plans)
-    assert command(["plan", file, "--device", "cpu"]) == 1
+    assert command(["plan", "--json", file, "--device", "cpu"]) == 1
     refusal = json.loads(capsys.readouterr().out)
     assert main([file]) == 2
     # The reference needs less, and says so first.

@@ -84,16 +84,16 @@ def test_plan_and_capture_take_prefill_recipes(
 ) -> None:
     """The prediction includes what the cache takes outside the arena; a budget that is too small says what is not."""
     file = written(tmp_path, recipe)
-    assert main(["plan", file, "--device", "cpu", "-o", str(tmp_path / "plan")]) == 0
+    assert main(["plan", "--json", file, "--device", "cpu", "-o", str(tmp_path / "plan")]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is True
     assert main(["capture", file, "-o", str(tmp_path / "task.json")]) == 0
     assert json.loads(capsys.readouterr().out)["adapters"] == 0
     graph = read_taskgraph(str(tmp_path / "task.json"), {})
     assert not any(arrives_at_gate(v) for v in graph.vertices) and sum(v.out for v in graph.vertices) == 1 + 2 * 2
-    assert main(["plan", file, "--device", "cpu", "--memory", "20000"]) == 1
+    assert main(["plan", "--json", file, "--device", "cpu", "--memory", "20000"]) == 1
     refused = json.loads(capsys.readouterr().out)
     assert refused["fits"] is False and refused["needed_bytes"] > 20000
-    assert main(["plan", file, "--device", "cpu", "--memory", str(refused["needed_bytes"])]) == 0
+    assert main(["plan", "--json", file, "--device", "cpu", "--memory", str(refused["needed_bytes"])]) == 0
 
 
 @pytest.mark.parametrize(

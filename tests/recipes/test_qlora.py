@@ -98,7 +98,7 @@ def test_a_recipe_of_packed_weights_trains_from_plans_to_eager_s_bits(
 
     assert run("refused", "30KiB") == 2
     needed = int(capsys.readouterr().err.split("at least ")[1].split(" ")[0])
-    assert main(["plan", str(tmp_path / "recipe.yaml"), "--device", "cpu"]) == 1
+    assert main(["plan", "--json", str(tmp_path / "recipe.yaml"), "--device", "cpu"]) == 1
     assert json.loads(capsys.readouterr().out)["needed_bytes"] == pytest.approx(needed, rel=0.05)
     assert run("eager", None) == 0
     assert run("planned", str(needed * 5 // 4)) == 0
