@@ -127,10 +127,15 @@ class _StepAnswers:
             return int(memory * (kind.auto_share if asked == "auto" else float(asked.removesuffix("%")) / 100))
         try:
             return replace(self.step.config, device=self.device.kind, link_bandwidth=None).resolve().memory_budget
-        except ConfigError as error:
-            raise ConfigError(
-                f"memory_budget: {asked} of a device that is not here; give --memory, or --gpu"
-            ) from error
+        except ConfigError:
+            wrong = ConfigError(f"memory_budget: {asked} of a device that is not here; give --memory, or --gpu")
+
+        def refuse() -> int:
+            raise wrong
+
+        # A fault of the recipe is told first.
+        outlined(self.step, self.options.quant, refuse)
+        raise wrong
 
     def curve(self, points: int) -> list[int]:
         """Budgets from the smallest that works to the smallest in which everything stays on the device."""
