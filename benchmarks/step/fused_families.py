@@ -51,6 +51,9 @@ class Form:
     quant: str = "none"
 
 
+_NOT_PACKED = {("gpt2", "nf4")}
+"""Its layers are convolutions, which bitsandbytes leaves as they are."""
+
 _HALF = {"dtype": torch.bfloat16}
 FORMS: Mapping[str, Form] = {
     "fp32": Form(),
@@ -140,7 +143,8 @@ def rows(families: Sequence[str], forms: Sequence[str], say: Callable[[str], Non
     torch.set_num_threads(1)
     worth, fused_kernels.WORTH_SECONDS = fused_kernels.WORTH_SECONDS, 0.0
     try:
-        cells = [_Cell(family, form) for family in families for form in forms]
+        pairs = [(family, form) for family in families for form in forms]
+        cells = [_Cell(*pair) for pair in pairs if pair not in _NOT_PACKED]
         while True:
             runs = [cell.fusing.unknown(cell.graph) for cell in cells]
             wanted: dict[str, OpCall] = {name: call for each in runs for name, call in each.items()}
