@@ -24,9 +24,14 @@ RATE = 2.0**-7
 """The same number in float32, in which a GPU's kernel takes it."""
 
 
+_ROUNDING = 8 << 10
+"""Bytes by which blocks of the allocator are larger than tiny batches, outputs and adapters in them."""
+
+
 def beside_graphs(nbytes: int) -> int:
-    """The budget that has so many bytes beside the 64th part for launch graphs."""
-    return nbytes * 64 // 63 + 64
+    """The budget that has so many bytes beside the 64th part for launch graphs, and the rest of the allocator's
+    blocks."""
+    return (nbytes + _ROUNDING) * 64 // 63 + 64
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:
