@@ -22,23 +22,11 @@ from disco_accel.observe.report import table
 from disco_accel.observe.step_facts import step_facts
 from disco_accel.observe.step_folder import _Step, figures_of
 from disco_accel.observe.step_page import write_step_page
-from disco_accel.observe.timeline import write_chrome_trace
+from disco_accel.observe.timeline import _StepEvent, write_chrome_trace
 from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.summary import peak_bytes, staying, swapped_bytes
 from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.sizes import format_size
-
-
-@dataclass(frozen=True, slots=True)
-class _SimulatedEvent:
-    """One vertex of a simulated step; seconds from its start."""
-
-    vertex: int
-    lane: str
-    issue: float
-    start: float
-    end: float
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -49,13 +37,13 @@ class _Forecast:
     graph: TaskGraph
     plan: MemGraph
     figures: Mapping[str, Any]
-    events: tuple[_SimulatedEvent, ...]
+    events: tuple[_StepEvent, ...]
     resident: tuple[str, ...]
     streamed: tuple[str, ...]
     names: Mapping[int, str] = field(default_factory=dict)
 
 
-def _events(plan: MemGraph, machine: Machine, starts: Mapping[int, float]) -> Iterator[_SimulatedEvent]:
+def _events(plan: MemGraph, machine: Machine, starts: Mapping[int, float]) -> Iterator[_StepEvent]:
     lanes = machine.lanes(plan.spaces)
     for vertex in plan.vertices:
         if vertex.kind is VertexKind.INPUT:
@@ -64,7 +52,7 @@ def _events(plan: MemGraph, machine: Machine, starts: Mapping[int, float]) -> It
         lane = lanes.route_name(vertex.source, vertex.space) if copies else "compute0"
         start = starts[vertex.id]
         end = start + lanes.seconds(vertex)
-        yield _SimulatedEvent(vertex.id, lane, start, start, end, vertex.sizes[0] if copies else 0)
+        yield _StepEvent(vertex.id, lane, start, start, end, vertex.sizes[0] if copies else 0)
 
 
 def forecast(

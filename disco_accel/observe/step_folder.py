@@ -14,24 +14,12 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.strict_json import a_list, an_object, parse_json, shown
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.observe.step_facts import _StepFacts
-from disco_accel.observe.timeline import TRACE_VERSION, TracedEvent
+from disco_accel.observe.timeline import TRACE_VERSION, TracedEvent, _StepEvent
 
 FIGURES = {"measured": "stats.json", "simulated": "forecast.json"}
 """The file of a step's figures by the source of its events."""
 
 _AGAIN = "write the folder again, with report_dir or disco-accel plan -o"
-
-
-@dataclass(frozen=True, slots=True)
-class _FileEvent:
-    """A vertex of a trace that was read from a file; seconds."""
-
-    vertex: int
-    lane: str
-    issue: float
-    start: float
-    end: float
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -140,7 +128,7 @@ def _parsed(path: Path) -> object:
     return parse_json(data)
 
 
-def _trace(data: Mapping[str, Any], plan: MemGraph) -> tuple[list[_FileEvent], _StepFacts, str]:
+def _trace(data: Mapping[str, Any], plan: MemGraph) -> tuple[list[_StepEvent], _StepFacts, str]:
     more = an_object(data.get("otherData", {}), "otherData")
     if more.get("version") != TRACE_VERSION or isinstance(more.get("version"), bool | float):
         raise GraphFileError(f"otherData: version: expected {TRACE_VERSION}, got {shown(more.get('version'))}")
@@ -157,10 +145,10 @@ def _trace(data: Mapping[str, Any], plan: MemGraph) -> tuple[list[_FileEvent], _
     return *_rows(a_list(data.get("traceEvents"), "traceEvents"), plan, names), str(source)
 
 
-def _rows(rows: list[Any], plan: MemGraph, names: Mapping[int, str]) -> tuple[list[_FileEvent], _StepFacts]:
+def _rows(rows: list[Any], plan: MemGraph, names: Mapping[int, str]) -> tuple[list[_StepEvent], _StepFacts]:
     work = {vertex.id for vertex in plan.vertices if vertex.kind is not VertexKind.INPUT}
     lanes: dict[int, str] = {}
-    events: dict[int, _FileEvent] = {}
+    events: dict[int, _StepEvent] = {}
     modules, repeats, fused = dict[int, str](), dict[int, int](), dict[int, int]()
     for number, row in enumerate(rows):
         where = f"traceEvents: row {number}"
@@ -179,7 +167,7 @@ def _rows(rows: list[Any], plan: MemGraph, names: Mapping[int, str]) -> tuple[li
             raise GraphFileError(f"{where}: tid: is the number of no lane")
         # Picoseconds: two that follow each other at one time do so after the way to microseconds and back.
         issue, start, end = (round(t * 1e-6, 12) for t in (issue, start, start + length))
-        events[vertex] = _FileEvent(vertex, lane, issue, start, end, _whole(args, "bytes", where))
+        events[vertex] = _StepEvent(vertex, lane, issue, start, end, _whole(args, "bytes", where))
         if "module" in args:
             modules[vertex] = str(args["module"])
         if "repeats" in args:

@@ -47,6 +47,18 @@ class TracedEvent(Protocol):
     def bytes(self) -> int: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _StepEvent:
+    """A ``TracedEvent`` of a simulated step, or one that was read from a file."""
+
+    vertex: int
+    lane: str
+    issue: float
+    start: float
+    end: float
+    bytes: int
+
+
 class Content(enum.Enum):
     """The use of a range of the arena."""
 
