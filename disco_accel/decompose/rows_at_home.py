@@ -27,7 +27,7 @@ from disco_accel.graph.taskgraph import (
     VertexKind,
     tensor_args,
 )
-from disco_accel.graph.values import is_handed_out, never_changes
+from disco_accel.graph.values import is_foreign, is_handed_out, never_changes
 
 _FEW = 2
 """Rows are picked where a table has at least so many times as many."""
@@ -88,6 +88,9 @@ def _reader(graph: TaskGraph, by_id: Mapping[int, Vertex], vertex: Vertex) -> _R
         return None
     table = tensors[1 if by_expert else 0]
     weight, spec = by_id[vertex.inputs[table.input][0]], table.spec
+    if by_expert and is_foreign(by_id[vertex.inputs[tensors[2].input][0]]):
+        # Readers of it share the experts that they pick, and a kernel may write to it in between.
+        return None
     rows = _rows_needed(tensors, call, by_expert)
     if not never_changes(weight) or spec.offset or not spec.shape or rows is None or rows * _FEW > spec.shape[0]:
         return None
@@ -140,7 +143,7 @@ class _Picking:
         self._vertices: list[Vertex] = []
         self._calls = dict(graph.ops)
         self._at_home: dict[Ref, Ref] = {}
-        """Value of the device → its copy on the host device."""
+        """Value that a kernel of the device makes → its copy on the host device."""
         self._moved: dict[Ref, Ref] = {}
         """Result of a kernel that has moved to the host device → its copy on the device."""
         self._picked: dict[tuple[Ref, int], tuple[Ref, Ref]] = {}
@@ -164,7 +167,8 @@ class _Picking:
         return replace(self._graph, spaces=spaces, vertices=tuple(self._vertices), ops=self._calls)
 
     def _gather(self, vertex: Vertex) -> None:
-        inputs = tuple(ref if never_changes(self._by_id[ref[0]]) else self._to_host(ref) for ref in vertex.inputs)
+        by_id, refs = self._by_id, vertex.inputs
+        inputs = tuple(ref if never_changes(by_id[ref[0]]) else self._to_host(ref, vertex) for ref in refs)
         self._vertices.append(replace(vertex, inputs=inputs, space=self._host, may_inplace=()))
         self._moved[vertex.id, 0] = self._copy((vertex.id, 0), self._host, vertex.space)
 
@@ -173,7 +177,7 @@ class _Picking:
         gets all their tokens: the others, with the same end, get none."""
         call = self._calls[vertex.id]
         tokens, experts, ends = list(tensor_args(call.args))[:3]
-        picked, new_ends = self._experts(vertex.inputs[ends.input], ends.spec, reader.rows, vertex.space)
+        picked, new_ends = self._experts(vertex, vertex.inputs[ends.input], ends.spec, reader.rows)
         word = next((size, dtype) for size, dtype in _WORDS if reader.nbytes % size == 0)
         count = reader.nbytes // word[0]
         table = TensorSpec(word[1], (reader.of, count), (count, 1))
@@ -189,10 +193,10 @@ class _Picking:
         inputs = vertex.inputs[tokens.input], moved, new_ends
         self._vertices.append(replace(vertex, inputs=inputs, may_inplace=()))
 
-    def _experts(self, ends: Ref, spec: TensorSpec, rows: int, device: int) -> tuple[Ref, Ref]:
+    def _experts(self, reader: Vertex, ends: Ref, spec: TensorSpec, rows: int) -> tuple[Ref, Ref]:
         key = ends, rows
         if key not in self._picked:
-            there, ints = self._to_host(ends), TensorSpec("int32", (rows,), (1,))
+            there, ints = self._to_host(ends, reader), TensorSpec("int32", (rows,), (1,))
             wide, scalar = replace(ints, dtype="int64"), spec.shape[0] - 1
             count = (rows, EnumArg("dtype", "int32"), None, EnumArg("device", "cpu"), False)
             places = self._kernel(_call("arange", count, ints), (), 4 * rows)
@@ -202,21 +206,25 @@ class _Picking:
             picked = self._kernel(clamp, (found,), 8 * rows)
             select = _call("index_select", (TensorArg(0, spec), 0, TensorArg(1, wide)), ints)
             new = self._kernel(select, (there, picked), 4 * rows)
-            self._picked[key] = picked, self._copy(new, self._host, device)
+            self._picked[key] = picked, self._copy(new, self._host, reader.space)
         return self._picked[key]
 
     def _kernel(self, call: OpCall, inputs: tuple[Ref, ...], nbytes: int) -> Ref:
         self._calls[self._fresh] = call
         return self._add(Vertex(self._fresh, VertexKind.KERNEL, self._host, call.name, inputs, (nbytes,)))
 
-    def _to_host(self, ref: Ref) -> Ref:
+    def _to_host(self, ref: Ref, reader: Vertex) -> Ref:
+        device = reader.space
+        if is_foreign(self._by_id[ref[0]]):
+            # A kernel may write to the user's memory in between: each reader has a copy that waits as it does.
+            return self._copy(ref, device, self._host, reader.after)
         if ref not in self._at_home:
-            self._at_home[ref] = self._copy(ref, self._by_id[ref[0]].space, self._host)
+            self._at_home[ref] = self._copy(ref, device, self._host)
         return self._at_home[ref]
 
-    def _copy(self, ref: Ref, source: int, target: int) -> Ref:
-        op = "to_host" if target == self._host else "to_device"
-        return self._add(Vertex(self._fresh, VertexKind.COPY, target, op, (ref,), (self._sizes[ref],), source=source))
+    def _copy(self, ref: Ref, source: int, target: int, after: tuple[int, ...] = ()) -> Ref:
+        op, size = "to_host" if target == self._host else "to_device", (self._sizes[ref],)
+        return self._add(Vertex(self._fresh, VertexKind.COPY, target, op, (ref,), size, after=after, source=source))
 
     def _add(self, vertex: Vertex) -> Ref:
         self._vertices.append(vertex)

@@ -271,6 +271,9 @@ class CompiledStep:
         names = {b.vertex: b.name for b in self.vertices_of(InputSource.BATCH)}
         limits: dict[str, int] = {}
         for vertex in self.graph.vertices:
+            if vertex.kind is VertexKind.COPY and vertex.inputs[0][0] in names:
+                # The host looks rows up by a copy of the numbers.
+                names[vertex.id] = names[vertex.inputs[0][0]]
             call = self.graph.ops.get(vertex.id)
             if call is None or not op_traits(call.name).row_lookup:
                 continue

@@ -17,6 +17,7 @@ from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.capture.traced_modules import Forward
 from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.execute.arenas import arena_bytes
 from disco_accel.execute.engine_options import makes_graphs
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.graph.memgraph import MemGraph
@@ -210,7 +211,7 @@ def _compile(
     _tell(planned, options, asked.machine)
     options.gather(captured.constants.values())
     packed = _packed_bytes(model, captured, options)
-    offloaded = planned.plan.host.memory
+    offloaded = _bytes_on_host(planned.plan)
     require_host_memory(options.host_memory, planned.graph, offloaded, options.rounded, captured.copies, packed)
     clean = host_bytes(model, captured, options.shard_memory)
     return CompiledStep(
@@ -229,6 +230,12 @@ def _compile(
         recomputation=planned.recomputation,
         fused=planned.fused,
     )
+
+
+def _bytes_on_host(plan: MemGraph) -> int:
+    """Of values that are offloaded, and of those that a host device makes, such as rows that it picks."""
+    on_host = (device.id for device in plan.devices if device.is_host_device)
+    return plan.host.memory + sum(arena_bytes(plan, device) for device in on_host)
 
 
 def _tell(planned: PlannedStep, options: CompileOptions, machine: Machine) -> None:

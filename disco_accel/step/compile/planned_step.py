@@ -13,6 +13,7 @@ from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.decompose.rows_at_home import choices_of_rows, row_readers, with_rows_at_home
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.check import largest_need
+from disco_accel.measure.costs import Measured
 from disco_accel.plan.bound.peak_kernel_cost import bound_without_peaks, usual_need
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.summary import link_bytes
@@ -76,9 +77,9 @@ def plan_in_chunks(whole: StepOnParts, asked: PlanRequest) -> StagedStep:
 def _with_few_rows(whole: StepOnParts, asked: PlanRequest) -> StagedStep | None:
     """``whole``, a forward alone whose weights do not fit, with rows of some picked on the host. None where it needs
     most rows, or where that is not shorter than with all weights loaded."""
-    # The paper's planner knows no host device.
-    possible = asked.settings.planner == "timed" and asked.sharing.devices == 1 and not whole.captured.gradients
-    if not possible or not row_readers(whole.captured.graph):
+    # The paper's planner knows no host device, and an estimate no rate of the host.
+    able = asked.settings.planner == "timed" and isinstance(asked.source, Measured) and asked.sharing.devices == 1
+    if not able or whole.captured.gradients or not row_readers(whole.captured.graph):
         return None
     # The arena is known when libraries have their workspaces.
     known = run_stages(_prepared(whole, asked, None), PLANNING_STAGES[:1], asked)
