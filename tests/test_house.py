@@ -162,7 +162,8 @@ KINDS = {
 }
 """Of classes and functions, by their modules: their names on docs/concurrency.md."""
 NATIVE = re.compile(
-    r"(?:std::|pthread_)(mutex|condition_variable|thread)(?:_t|(?<=thread)>)? (\w+)(?:;| =)|(\w+) = new std::(mutex);"
+    r"(?:std::|pthread_|Fork)((?i:mutex)|condition_variable|thread)(?:_t|(?<=thread)>)? (\w+)(?:;| =)"
+    r"|(\w+) = new std::(mutex);"
 )
 ROW = re.compile(r"^\| `\w+`: (`.+?`) \| ([a-z_ -]+) \|", re.MULTILINE)
 
@@ -206,7 +207,7 @@ def unexplained(page: str, trees: Iterable[ast.Module], sources: Iterable[str]) 
     """What modules and C++ sources make that has no row on ``page``, and rows of what nobody makes."""
     made = Counter(one for tree in trees for one in concurrency(tree))
     native = (found for text in sources for found in NATIVE.findall(text))
-    made.update((name or pointer, kind or other) for kind, name, pointer, other in native)
+    made.update((name or pointer, kind.lower() or other) for kind, name, pointer, other in native)
     rows = ((name, row[2]) for row in ROW.finditer(page) for name in row[1].strip("`").split("`, `"))
     told = Counter((name.rpartition("::")[2], kind) for name, kind in rows)
     return made - told, told - made

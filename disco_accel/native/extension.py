@@ -27,9 +27,9 @@ from disco_accel.native.plain_library import ROOT, ExtensionError, cache_root, r
 logger = logging.getLogger("disco_accel")
 
 _TORCH = (
-    *("direct", "fused", "fused_cuda", "planned_alloc", "arena", "write_watch", "content_hash", "content_key"),
-    *("watched_tensors", "watch", "python_watch", "rng", "workspace", "wrapped_numbers", "ops", "ops_decode"),
-    *("engine_settings", "program_tables", "compute_thread", "peer_paths", "runtime_class"),
+    *("direct", "fused", "fused_cuda", "fork_mutex", "planned_alloc", "arena", "write_watch", "content_hash"),
+    *("content_key", "watched_tensors", "watch", "python_watch", "rng", "workspace", "wrapped_numbers", "ops"),
+    *("ops_decode", "engine_settings", "program_tables", "compute_thread", "peer_paths", "runtime_class"),
 )
 _loaded: set[Path] = set()
 _FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fopenmp", "-fvisibility-inlines-hidden")

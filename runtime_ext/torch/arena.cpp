@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "fork_mutex.h"
 #include "planned_alloc.h"
 #include "write_watch.h"
 
@@ -68,7 +69,7 @@ using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensor
 
 // What holds storages for this library's own work.
 struct OwnHolders {
-  std::mutex mutex;
+  ForkMutex mutex;
   std::unordered_map<const c10::StorageImpl*, std::int64_t> storages;
   std::unordered_multimap<const c10::StorageImpl*, WeakTensor> views;
   std::size_t looked_through = 0;

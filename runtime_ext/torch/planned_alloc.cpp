@@ -10,6 +10,8 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "fork_mutex.h"
+
 namespace disco {
 
 struct ThreadState {
@@ -39,13 +41,13 @@ struct Range {
 };
 std::array<Range, kMaxRanges> ranges;
 std::atomic<std::size_t> ranges_used{0};
-std::mutex ranges_mutex;
+ForkMutex ranges_mutex;
 
 std::atomic<std::int64_t> forwarded_on_engine{0};
 
 // Leaked on purpose: blocks are freed during static destruction, after a normal global would be gone.
 struct LiveBlocks {
-  std::mutex mutex;
+  ForkMutex mutex;
   std::unordered_map<void*, std::size_t> sizes;
   std::int64_t live = 0;
   std::int64_t peak = 0;

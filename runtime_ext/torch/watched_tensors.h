@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/custom_class.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -62,8 +63,11 @@ class WatchedTensors : public torch::CustomClassHolder, private WriteListener {
   void lost() noexcept override { written_ = true; }
   void protect(std::uintptr_t begin, std::uintptr_t end);
   bool finish_reading();
+  // There a thread of the parent's may hold checking_ for ever.
+  bool in_child() const { return process_ != getpid(); }
   std::uint64_t sample() const;
 
+  const pid_t process_ = getpid();
   std::vector<at::Tensor> tensors_;
   // Kept, so that no other memory can appear at the address of a tensor whose storage was replaced.
   std::vector<OwnStorage> storages_;

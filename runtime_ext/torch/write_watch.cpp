@@ -16,6 +16,8 @@
 #include <optional>
 #include <vector>
 
+#include "fork_mutex.h"
+
 namespace disco {
 namespace {
 
@@ -44,7 +46,7 @@ struct Region {
 };
 
 struct Watch {
-  std::mutex mutex;
+  ForkMutex mutex;
   std::map<std::uintptr_t, Region> regions;
   std::vector<WriteListener*> listeners;
   bool allowed = true;
@@ -69,12 +71,10 @@ void in_child() {
   for (WriteListener* listener : w.listeners) listener->lost();
   forget_files(w);
   w.works.reset();
-  w.mutex.unlock();
 }
 
 void follow_forks() {
-  static const int once =
-      pthread_atfork([] { watch().mutex.lock(); }, [] { watch().mutex.unlock(); }, in_child);
+  static const int once = pthread_atfork(nullptr, nullptr, in_child);
   (void)once;
 }
 
