@@ -14,7 +14,7 @@ export MAX_JOBS ?= $(shell nproc)
 DEVICE ?= cuda
 
 .PHONY: help setup test breadth sanitize safety fuzz lint format demo demo-full emulated emulated-mutants gpu gpu-peers \
-  browser browser-test screenshots outside quantised deepspeed-op quanto-op wheel-check matrix versions clean
+  browser browser-test screenshots outside quantised deepspeed-op quanto-op wheel-check matrix versions site clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -136,6 +136,10 @@ matrix: setup  ## the engine compiled with every PyTorch from 2.11 to the newest
 versions: export PYTHONPATH := $(CURDIR)
 versions: setup  ## the Hugging Face tests on the oldest versions, some between and the newest, one table; ONLY=row
 	@$(PY) -m benchmarks.versions out/versions $(if $(ONLY),"$(ONLY)")
+
+# Needs the package index once, for the generator: 30 MB below out/.
+site:  ## the pages of docs/ as a site in out/site; a dead link fails it
+	@.ci/site out/site
 
 clean:  ## remove what the targets above made, except .venv
 	@rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis

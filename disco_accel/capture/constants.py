@@ -59,6 +59,8 @@ def tracing_mode() -> FakeTensorMode:
     mode.fake_tensor_converter = _Twins()
     # Torch's memory of results is that of all modes, without the rules of ``fake_kernels``; ``FakeResults`` is ours.
     mode.cache_enabled = False
+    # A kernel that is no op reads addresses: its results would be missing in the graph. torch's default is a warning.
+    mode._allow_unsafe_data_ptr_access = False
     return mode
 
 
@@ -118,6 +120,21 @@ def no_values_read(model: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("tolist", "numpy", "__array__"):
             stack.enter_context(patched(torch.Tensor, name, refusing))
+        yield
+
+
+@contextmanager
+def copies_without_addresses() -> Iterator[None]:
+    """Lets ``copy.deepcopy`` of a fake tensor go on, which asks for its address and has none: a clone."""
+
+    def without(copied: Callable[..., Any]) -> Callable[..., Any]:
+        def copy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+            with patched(torch.Tensor, "data_ptr", lambda read: lambda t: 0 if isinstance(t, FakeTensor) else read(t)):
+                return copied(tensor, memo)
+
+        return copy
+
+    with patched(torch.Tensor, "__deepcopy__", without):
         yield
 
 

@@ -23,7 +23,13 @@ from disco_accel.capture.captured_step import (
     TracedStep,
     ValueBinding,
 )
-from disco_accel.capture.constants import bind_constants, no_data_assigned, no_values_read, tracing_mode
+from disco_accel.capture.constants import (
+    bind_constants,
+    copies_without_addresses,
+    no_data_assigned,
+    no_values_read,
+    tracing_mode,
+)
 from disco_accel.capture.copies_outside import copy_early, refuse_constants
 from disco_accel.capture.fake_inputs import batch_tensors, model_twins, replace_tensors, twin
 from disco_accel.capture.fake_kernels import fake_kernels, libraries_patched, quiet
@@ -232,6 +238,7 @@ def _tracing(
         stack.enter_context(own_tables(model))
         stack.enter_context(user_generator())
         stack.enter_context(no_values_read(model))
+        stack.enter_context(copies_without_addresses())
         stack.enter_context(fake_kernels())
         stack.enter_context(libraries_patched())
         stack.enter_context(no_data_assigned())

@@ -10,7 +10,7 @@ integrate/hf/safetensors_file.py.
 | checkpoint function of modules | integrate/hf/tracing.py | get the original: ``patched`` |
 | torch's checkpoint function | capture/checkpointing.py | get the original: ``patched`` |
 | ``torch.manual_seed`` and its kin | capture/rng.py | get the original: ``patched``; the generator is never set |
-| ``Tensor.tolist``, ``Tensor.numpy`` | capture/constants.py | get the original: ``patched`` |
+| ``Tensor.tolist``, ``Tensor.numpy``, ``Tensor.__deepcopy__`` | capture/constants.py | get the original: ``patched`` |
 | global module hooks | capture/trace_log.py | do nothing for modules of other models |
 | twins in the place of parameters and buffers | capture/step.py | read the tensors themselves: thread_tables.py |
 | attributes of modules that the forward sets | the model | its modules wait: waiting_modules.py, capture_lock.py |

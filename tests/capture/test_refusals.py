@@ -10,6 +10,7 @@ from torch import nn
 
 from disco_accel.capture.step import capture_step
 from disco_accel.errors import CaptureError
+from disco_accel.step.compile.refusals import advised
 from tests.capture.steps import assert_same_bits, capture, run_captured
 from tests.support.models import random_batch, tiny_lora
 
@@ -109,6 +110,26 @@ def test_other_bytes_under_a_weight_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"puts other data into a tensor of shape"):
         capture_step(model, {"x": torch.ones(2, 4)})
     assert torch.equal(model.first.bias, before)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_kernel_that_is_no_op_is_refused(backward: bool) -> None:
+    """One of Triton or of an extension takes addresses, which fake tensors lack, and its results would be missing in
+    the graph."""
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if backward or x.data_ptr() else x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 2 if not backward or gradient.data_ptr() else gradient
+
+    toy = Toy(Kernel.apply)
+    with pytest.raises(CaptureError, match="Cannot access data pointer") as caught:
+        capture_step(toy, {"x": torch.ones(2, 4)})
+    assert "register it with torch.library.custom_op" in str(advised(toy, caught.value))
 
 
 def test_a_step_without_any_gradient_is_refused() -> None:

@@ -364,7 +364,7 @@ def test_nothing_of_a_capture_stays() -> None:
         (masking_utils, "_ignore_causal_mask_sdpa"),
         (masking_utils, "find_packed_sequence_indices"),
         *((torch, n) for n in ("manual_seed", "seed", "get_rng_state", "set_rng_state")),
-        *((torch.Tensor, n) for n in ("tolist", "numpy")),
+        *((torch.Tensor, n) for n in ("tolist", "numpy", "__deepcopy__")),
     ]
     before = [getattr(owner, name) for owner, name in watched]
     _during_a_capture(_values)

@@ -178,6 +178,11 @@ _REMEDIES: list[tuple[Callable[[str, torch.nn.Module], bool], str]] = [
         'flex attention builds its mask from values; load the model with attn_implementation="sdpa"',
     ),
     (
+        _in_text(r"Cannot access data pointer"),
+        "a kernel that is no op of PyTorch's, of Triton or an extension, leaves no trace in a capture; register it "
+        f"with torch.library.custom_op, with a fake and an autograd formula, or {_EAGER}",
+    ),
+    (
         _in_text(r"lazily conjugated|complex"),
         f"plans hold no complex numbers, by which this model's rotary embedding turns (as Llama 4's does); {_EAGER}",
     ),
