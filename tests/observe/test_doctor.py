@@ -17,7 +17,7 @@ def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_machine_with_all_that_training_needs_gets_status_0(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["problems"] == []
     assert report["extension"]["built"] is True
@@ -37,7 +37,7 @@ def test_an_extension_that_cannot_be_built_is_a_problem_with_its_reason(
         raise ExtensionError("no C++ compiler")
 
     monkeypatch.setattr(extension, "build", fail)
-    assert main(["doctor"]) == 1
+    assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["extension"] == {"built": False, "why": "no C++ compiler"}
     assert report["problems"] == ["the engine's extension is not built: no C++ compiler"]
@@ -48,7 +48,7 @@ def test_a_door_that_is_switched_off_is_named_but_is_no_problem(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(variable, value)
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--json"]) == 0
     entry_points = json.loads(capsys.readouterr().out)["entry_points"]
     assert entry_points["accelerate_launch_config"] is False
     assert variable in entry_points["why"] and "disco-accel launch" in entry_points["why"]

@@ -296,7 +296,7 @@ def test_doctor_checks_again_and_ends_with_1_where_that_fails(
     """A device that has passed before and fails now has to pass again before it is used."""
     monkeypatch.setenv("DISCO_PLAN_CACHE", str(tmp_path))
     monkeypatch.setattr("disco_accel.observe.doctor._COPY_BYTES", 1 << 20)
-    assert main(["doctor", "--selftest", "--device", "cpu"]) == 0
+    assert main(["doctor", "--json", "--selftest", "--device", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["selftest"]["passed"] and found["problems"] == []
     assert len(files(tmp_path)) == 1
@@ -308,7 +308,7 @@ def test_doctor_checks_again_and_ends_with_1_where_that_fails(
         return outcome
 
     monkeypatch.setattr(self_check, "check", failing)
-    assert main(["doctor", "--selftest", "--device", "cpu"]) == 1
+    assert main(["doctor", "--json", "--selftest", "--device", "cpu"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert "planted: a loss is 2 instead of 1" in found["problems"][0] and not found["selftest"]["passed"]
     assert files(tmp_path) == []
