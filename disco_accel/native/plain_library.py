@@ -70,7 +70,8 @@ def compiler() -> tuple[str, str | None]:
         done = subprocess.run(asked, capture_output=True, text=True, errors="replace", timeout=_ANSWER_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return name, None
-    return name, (done.stdout.split() or [None])[0] if done.returncode == 0 else None
+    words = done.stdout.split()
+    return name, words[0] if words and done.returncode == 0 else None
 
 
 def require_building(reason: str) -> None:

@@ -1,4 +1,4 @@
-"""``disco-accel doctor``: facts about this machine as one object. ``doctor_words`` says what follows from them.
+"""``disco-accel doctor``: facts about this machine as one object, from which ``doctor_words`` makes its checks.
 
 Nothing raises: in the place of a fact that cannot be had is an object with its ``fault`` alone.
 """
@@ -11,6 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,8 @@ def told(part: Callable[[], Any]) -> Any:
 
 
 def _host(root: Path) -> dict[str, Any]:
-    """Each limit with its bytes, and facts that bear on the speed of copies: the limit of locked memory (a process's
-    own, which some drivers go by; None: there is none), huge pages, and the NUMA node of the first GPU."""
+    """Each limit with its bytes, and facts that bear on the speed of copies. They are the limit of locked memory (a
+    process's own, which some drivers go by; None: there is none), huge pages, and the NUMA node of the first GPU."""
     limits: list[HostLimit] = host_limits(root)
     return {
         "cores": told(lambda: len(os.sched_getaffinity(0))),
@@ -104,10 +105,13 @@ def _first_line(file: Path) -> str | None:
 
 
 def _gpus(root: Path) -> dict[str, Any]:
-    """Facts of each GPU that PyTorch sees; where it sees none, how many the driver has and why."""
+    """Facts of each GPU that PyTorch sees, and the folders of the headers for the allocator decorator. Where it sees
+    none, how many the driver has and why."""
     first = first_accelerator(0)
     if first is not None:
-        return {"seen": [told(lambda i=index: _gpu(first.device.type, i, root)) for index in range(first.count())]}
+        kind = first.device.type
+        seen = [told(partial(_gpu, kind, index, root)) for index in range(first.count())]
+        return {"seen": seen, "headers": told(lambda: [str(folder) for folder in extension.cuda_include()])}
     count, why = unseen_gpus(root)
     return {"seen": [], "driver_has": count, "why": why, "visible_devices": visible_devices()}
 

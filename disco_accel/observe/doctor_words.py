@@ -1,4 +1,4 @@
-"""What follows from the report of ``doctor``: checks in words, one line each, and a last line that counts problems.
+"""The report of ``doctor`` as checks in words, one line each, and a last line that counts problems.
 
 A *problem* makes training fail or slow by much; a *note* is worth to know. Any part of a report may be missing.
 """
@@ -29,7 +29,7 @@ Report = Mapping[str, Any]
 
 
 class _Check(NamedTuple):
-    """One line. ``remedy``: what to do, where ``status`` is not ok."""
+    """One line. ``remedy``: the way out, where ``status`` is not ok."""
 
     status: str
     check: str
@@ -175,6 +175,10 @@ def _gpus(report: Report) -> Iterator[_Check]:
         yield from _node(name, gpu)
     if not part["seen"]:
         yield _no_gpu(part)
+    elif fault := _fault(part["headers"]):
+        yield _Check(PROBLEM, "CUDA headers", fault.removeprefix("ExtensionError: "))
+    else:
+        yield _Check(OK, "CUDA headers", ", ".join(part["headers"]))
 
 
 def _gpu(name: str, gpu: Report) -> Iterator[_Check]:

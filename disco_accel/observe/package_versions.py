@@ -46,7 +46,8 @@ def version_of(name: str) -> str | None:
 def floors(project: Path = _PROJECT) -> tuple[dict[str, str], dict[str, str]]:
     """Distributions that training needs, and those for single features: name → the oldest version that works, empty
     where any does. ``python`` is among the first. Both are empty where nothing tells."""
-    needed, optional = {}, {}
+    needed: dict[str, str] = {}
+    optional: dict[str, str] = {}
     for line in _requirements(project):
         found = _REQUIREMENT.fullmatch(line.strip())
         if found is None or found[1] == OUR_NAME or f'extra == "{_TOOLS}"' in (found[3] or ""):
