@@ -95,7 +95,7 @@ class CudaBackend:
             **{"kind": CUDA.name, "name": properties.name, "memory": total, "free": free, "capability": capability},
             "uuid": str(getattr(properties, "uuid", "unknown")),
             "driver": _driver(),
-            "cuda": torch.version.cuda,
+            "cuda_runtime": torch.version.cuda,
             # PyTorch tells it as 0 or 1.
             "shares_host_memory": bool(getattr(properties, "is_integrated", False)),
         }

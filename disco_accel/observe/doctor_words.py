@@ -187,7 +187,7 @@ def _gpu(name: str, gpu: Report) -> Iterator[_Check]:
     runs = f" for CUDA {int(newest[1]) // 1000}.{int(newest[1]) % 1000 // 10}" if newest else ""
     found = (
         f"{gpu['name']}, {format_size(gpu['memory'])}, {format_size(gpu['free'])} free, compute capability "
-        f"{gpu['capability']}, driver {driver[0] if driver else 'unknown'}{runs}, PyTorch's CUDA {gpu['cuda']}"
+        f"{gpu['capability']}, driver {driver[0] if driver else 'unknown'}{runs}, PyTorch's CUDA {gpu['cuda_runtime']}"
     )
     if gpu["free"] < gpu["memory"] // 2:
         yield _Check(

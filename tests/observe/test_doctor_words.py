@@ -15,7 +15,7 @@ GIB = 1 << 30
 GPU = {
     **{"kind": "cuda", "name": "NVIDIA H200", "memory": 140 * GIB, "free": 139 * GIB, "capability": "9.0"},
     "driver": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build; CUDA 13000",
-    **{"cuda": "13.0", "shares_host_memory": False, "index": 0, "numa_node": 1},
+    **{"cuda_runtime": "13.0", "shares_host_memory": False, "index": 0, "numa_node": 1},
     **{"runs_on_node": True, "takes_from_node": True, "uuid": "GPU-1"},
 }
 PASSED = {"when": 1795694400.0, "seconds": 7.2, "figures": {"compared": "bits", "link": {"h2d": 52.2e9}}, "changed": []}
