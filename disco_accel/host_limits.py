@@ -15,6 +15,9 @@ from disco_accel.sizes import format_size
 
 _NO_LIMIT = 1 << 60
 """Bytes. The first version of control groups writes a number as large where there is no limit."""
+_MOST_DIGITS = 32
+"""Of a number in a file of the kernel's."""
+_MOST_NODES = 1 << 16
 _CHECKED = 64 << 20
 """Bytes. Smaller requests are not worth a look, which takes some hundred microseconds."""
 _ROOT = Path("/")
@@ -47,7 +50,7 @@ class HostLimit:
 def host_limits(root: Path = _ROOT) -> list[HostLimit]:
     """All limits that this process has, the machine's memory first. ``root``: above ``proc`` and ``sys``."""
     machine = _kilobytes(root / "proc/meminfo")
-    status = _status(root)
+    status = status_of_process(root)
     total = machine.get("MemTotal", _NO_LIMIT)
     swap = machine.get("SwapFree", 0)
     limits = [HostLimit("the machine's memory", total, machine.get("MemAvailable", total), swap)]
@@ -64,7 +67,7 @@ def tightest(limits: list[HostLimit], processes: int = 1, held: int = 0) -> Host
 
 def own_bytes(root: Path = _ROOT) -> int:
     """Bytes of memory that this process has and that no file keeps: it gives them back when it frees them."""
-    status = _status(root)
+    status = status_of_process(root)
     return sum(_size(status.get(key, "")) for key in ("RssAnon", "RssShmem"))
 
 
@@ -161,14 +164,15 @@ def _cache(group: Path, *names: str) -> int:
     """Page cache that can be dropped at once: the first two of ``names``, less the bytes that must be written
     before."""
     counts = dict(line.split(" ", 1) for line in _lines(group / "memory.stat") if " " in line)
-    inactive, active, dirty, written = (int(text) if (text := counts.get(n, "0")).isdecimal() else 0 for n in names)
+    inactive, active, dirty, written = (int(text) if _is_number(text := counts.get(n, "0")) else 0 for n in names)
     return max(0, inactive + active - dirty - written)
 
 
 def _memory_nodes(root: Path, allowed: str, swap: int) -> Iterator[HostLimit]:
     """The memory of the NUMA nodes that this process is bound to, where those are not all."""
     nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
-    mine = [node for node in nodes if node.name.removeprefix("node") in _numbers(allowed)]
+    numbers = numbers_in(allowed)
+    mine = [node for node in nodes if node.name.removeprefix("node") in numbers]
     if not mine or len(mine) == len(nodes):
         return
     total = left = 0
@@ -181,12 +185,12 @@ def _memory_nodes(root: Path, allowed: str, swap: int) -> Iterator[HostLimit]:
     yield HostLimit(f"memory of NUMA nodes {allowed.strip()}, to which this process is bound,", total, left, swap)
 
 
-def _numbers(listed: str) -> set[str]:
-    """Of a list as ``0-2,5``; none of one that is damaged."""
+def numbers_in(listed: str) -> set[str]:
+    """Of a list as ``0-2,5``; none of a part that is damaged."""
     found: set[str] = set()
     for part in filter(None, listed.strip().split(",")):
         begin, _, end = part.partition("-")
-        if begin.isdecimal() and (end or begin).isdecimal():
+        if _is_number(begin) and _is_number(end or begin) and int(end or begin) < _MOST_NODES:
             found |= {str(number) for number in range(int(begin), int(end or begin) + 1)}
     return found
 
@@ -198,12 +202,13 @@ def _own_limits(root: Path, status: dict[str, str]) -> Iterator[HostLimit]:
             ("Max data size", "ulimit -d", "VmData"),
         ):
             value = line.removeprefix(title).split()
-            if line.startswith(title) and value and value[0].isdecimal() and int(value[0]) < _NO_LIMIT:
+            if line.startswith(title) and value and _is_number(value[0]) and int(value[0]) < _NO_LIMIT:
                 total = int(value[0])
                 yield HostLimit(name, total, max(0, total - _size(status.get(used, ""))), own=True)
 
 
-def _status(root: Path) -> dict[str, str]:
+def status_of_process(root: Path = _ROOT) -> dict[str, str]:
+    """What the kernel tells of this process, by the names of its lines; nothing where it does not tell."""
     pairs = (line.partition(":") for line in _lines(root / "proc/self/status"))
     return {name: value.strip() for name, _, value in pairs}
 
@@ -219,12 +224,16 @@ def _kilobytes(file: Path, skip: int = 0) -> dict[str, int]:
 
 def _size(text: str) -> int:
     words = text.split()
-    return int(words[0]) * 1024 if len(words) == 2 and words[0].isdecimal() else 0
+    return int(words[0]) * 1024 if len(words) == 2 and _is_number(words[0]) else 0
 
 
 def _bytes(file: Path, missing: int = _NO_LIMIT) -> int:
     text = _line(file)
-    return int(text) if text.isdecimal() else missing
+    return int(text) if _is_number(text) else missing
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) <= _MOST_DIGITS
 
 
 def _line(file: Path) -> str:
@@ -235,5 +244,6 @@ def _lines(file: Path) -> list[str]:
     """None of a file that is not there, or that this process may not read: it sets no limit that can be known."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+    except (OSError, ValueError):
+        # A damaged path may have a zero byte.
         return []

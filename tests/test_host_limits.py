@@ -157,6 +157,9 @@ def test_what_is_there_is_read() -> None:
         {"sys/fs/cgroup/job/memory.max": "-1", "sys/fs/cgroup/job/memory.stat": "inactive_file\nactive_file x\n"},
         {"proc/self/status": "VmSize\nMems_allowed_list: a-,3-x,-\n", "sys/devices/system/node/nodex/meminfo": ""},
         {"proc/meminfo": "MemTotal: many kB\nMemAvailable:\n"},
+        {"proc/self/cgroup": "0::/job\0\n", "proc/self/mountinfo": "40 30 0:38 / /\0 rw - cgroup2 cgroup2 rw\n"},
+        {"sys/fs/cgroup/job/memory.max": "9" * 5000, "proc/self/limits": f"Max data size {'9' * 5000} bytes\n"},
+        {"proc/self/status": "Mems_allowed_list: 0-99999999999\n", "sys/devices/system/node/node0/meminfo": ""},
     ],
     ids=lambda damage: next(iter(damage)),
 )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from disco_accel.cli import (
     bound_command,
     convert_command,
+    doctor_command,
     merge_command,
     plan_command,
     recipe_commands,
@@ -23,7 +24,6 @@ from disco_accel.cli import (
     simulate_command,
 )
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError, VerifyError
-from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.sizes import parse_size
 from disco_accel.store import store_command
 
@@ -130,25 +130,6 @@ def _verify(options: argparse.Namespace) -> int:
     return 0
 
 
-def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--selftest", action="store_true", help="try small planned steps against plain PyTorch, ten seconds at most"
-    )
-    parser.add_argument(
-        "--device", choices=("auto", *DEVICE_TYPES), default="auto", help="of the self-test (default: CUDA if there is)"
-    )
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from disco_accel.observe.doctor import main as doctor
-
-    if not options.selftest:
-        return doctor()
-    from disco_accel.selfcheck.first_use import selftest
-
-    return doctor({"selftest": selftest(options.device)})
-
-
 def _launch(options: argparse.Namespace) -> int:
     from disco_accel.integrate.launch.launcher import main as launch
 
@@ -242,7 +223,12 @@ COMMANDS: tuple[_Command, ...] = (
         report_command.report_arguments,
         report_command.report,
     ),
-    _Command("doctor", "what this machine has, and what keeps the engine from running", _doctor_arguments, _doctor),
+    _Command(
+        "doctor",
+        "what this machine has, and what keeps the engine from running",
+        doctor_command.doctor_arguments,
+        doctor_command.doctor,
+    ),
     _Command("launch", "run a script under accelerate and the disco_config section of --config", None, _launch),
     _Command("train", "fine-tune a model as a recipe file says", None, _train),
     _Command(

@@ -24,6 +24,11 @@ def numbers_on_machine(indices: Sequence[int]) -> tuple[int, ...]:
     return tuple(listed[index] if index < len(listed) else index for index in indices)
 
 
+def visible_devices() -> str | None:
+    """The devices that a process sees, as the variable names them; None: all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 _RUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 

@@ -37,6 +37,8 @@ _TOGETHER = {"host": 8, "gpu": 3}
 """Kernels of one library. The headers of C++ take a second to read, a kernel a tenth; GPU code takes a second a kernel,
 and a machine with a GPU has many cores."""
 _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+CACHED = ("fused-*", *_FOLDERS.values())
+"""Names, as patterns, of all that is kept of kernels in ``cache_root()``."""
 _ROOT = Path(__file__).parents[1]
 _PROGRAM = "import sys; sys.path[:0] = sys.argv[1:]; from disco_accel.fuse.compiler import main; main()"
 _known: dict[str, Kernel] = {}

@@ -91,7 +91,14 @@ class CudaBackend:
         properties = torch.cuda.get_device_properties(self.device)
         free, total = torch.cuda.mem_get_info(self.device.index)
         capability = f"{properties.major}.{properties.minor}"
-        return {"kind": CUDA.name, "name": properties.name, "memory": total, "free": free, "capability": capability}
+        return {
+            **{"kind": CUDA.name, "name": properties.name, "memory": total, "free": free, "capability": capability},
+            "uuid": str(getattr(properties, "uuid", "unknown")),
+            "driver": _driver(),
+            "cuda_runtime": torch.version.cuda,
+            # PyTorch tells it as 0 or 1.
+            "shares_host_memory": bool(getattr(properties, "is_integrated", False)),
+        }
 
     def resolve(self) -> torch.device:
         """With PyTorch's current index if none was given."""
@@ -347,6 +354,19 @@ def _tell_of_peer_path(source: torch.device, target: torch.device) -> None:
         )
     elif path == "no_access":
         logger.info("%s has no access to the memory of %s: copies between them go through host memory", source, target)
+
+
+def unseen_gpus(root: Path = Path("/")) -> tuple[int, str]:
+    """How many GPUs the driver has in a process in which PyTorch sees none, and PyTorch's reason."""
+    folder = root / "proc/driver/nvidia/gpus"
+    count = len(list(folder.glob("*"))) or len(list((root / "dev").glob("nvidia[0-9]*")))
+    if torch.version.cuda is None:
+        return count, f"PyTorch {torch.__version__} is a build without CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return count, str(error).splitlines()[0]
+    return count, "PyTorch gives no reason"
 
 
 def _named(devices: Sequence[torch.device]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -47,12 +48,15 @@ def _key(files: Sequence[Path], flags: Sequence[str]) -> str:
     return sources_key(ROOT, files, (torch.__version__, sys.version.split()[0], *flags))
 
 
+def _directory(name: str, files: Sequence[Path], words: Sequence[str]) -> Path:
+    # What it is linked with counts too: a library made for another engine would bring that engine along.
+    return cache_root() / f"{name}-torch{torch.__version__}-{_key(files, words)}"
+
+
 def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, libraries: Sequence[str] = ()) -> Path:
     """Compiles ``files`` into a library unless it is there already, loads it into the process, returns its path.
     ``libraries`` are linker arguments beyond PyTorch's own. Raises ExtensionError as ``build_plain``; the message has
     the compiler's last lines."""
-    # What it is linked with counts too: a library made for another engine would bring that engine along.
-    directory = cache_root() / f"{name}-torch{torch.__version__}-{_key(files, (*flags, *libraries))}"
     made_here = False
 
     def compile_in(working: Path) -> Path:
@@ -68,7 +72,7 @@ def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, libra
         if not made_here:
             torch.ops.load_library(path)
 
-    library = Library(directory, name, compile_in, require_building)
+    library = Library(_directory(name, files, (*flags, *libraries)), name, compile_in, require_building)
     # Once it is loaded, what becomes of the file concerns other processes alone.
     if library.path not in _loaded:
         library.load(load)
@@ -111,6 +115,25 @@ def load_extension() -> Path:
     library = build("disco_runtime", sources())
     check_numbers(torch.ops.disco_accel.engine_numbers(), library)
     return library
+
+
+def engine_library() -> Library:
+    """The engine's library as it is on disk: to ask about, not to build. Raises ExtensionError without a folder."""
+
+    def never(_: Path) -> Path:
+        raise AssertionError("asked for what there is")
+
+    return Library(_directory("disco_runtime", sources(), _FLAGS), "disco_runtime", never, require_building)
+
+
+def require_tools(reason: str) -> None:
+    """As ``require_building``, and ninja counts too, by which PyTorch compiles extensions."""
+    require_building(reason)
+    if shutil.which("ninja") is None:
+        raise ExtensionError(
+            f"{reason} and must be compiled once, but ninja is not on PATH: pip install ninja, and put "
+            f"{Path(sys.executable).parent} on PATH"
+        )
 
 
 @functools.cache

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from disco_accel.host_limits import numbers_in, status_of_process
+
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """Linux, the number of mbind(2), for which the C library has no function."""
 _PREFERRED = 1
@@ -35,6 +37,19 @@ def node_of(device: torch.device, root: Path = _ROOT) -> int | None:
         return None
     # -1: the firmware does not say.
     return node if node >= 0 else None
+
+
+def within_reach(node: int, root: Path = _ROOT) -> tuple[bool | None, bool | None]:
+    """Whether this process may run on a processor of ``node``, and whether it may take memory there; None where the
+    system does not tell."""
+    status = status_of_process(root)
+    try:
+        processors = numbers_in((root / f"sys/devices/system/node/node{node}/cpulist").read_text())
+    except (OSError, ValueError):
+        processors = set()
+    mine, nodes = (numbers_in(status.get(f"{what}_allowed_list", "")) for what in ("Cpus", "Mems"))
+    runs = not mine.isdisjoint(processors) if mine and processors else None
+    return runs, str(node) in nodes if nodes else None
 
 
 def prefer_node_of(device: torch.device, arena: torch.Tensor, root: Path = _ROOT) -> bool:

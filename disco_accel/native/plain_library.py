@@ -26,6 +26,8 @@ _FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC")
 _LIBRARIES = ("-ldl", "-lstdc++", "-lm")
 """PEFT may leave CXX set to gcc, which by itself links none of the libraries of C++."""
 
+_ANSWER_SECONDS = 5.0
+
 
 def cache_root() -> Path:
     """Parent of all build directories: ``TORCH_EXTENSIONS_DIR``, else ``~/.cache/disco_accel/extensions``.
@@ -54,6 +56,22 @@ def sources_key(root: Path, files: Sequence[Path], words: Iterable[str]) -> str:
     for file in (*files, *headers):
         digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def compiler() -> tuple[str, str | None]:
+    """The C++ compiler's name, and its version as it tells it; None: it is not there, or does not answer."""
+    name = os.environ.get("CXX", "c++")
+    path = shutil.which(name)
+    if path is None:
+        return name, None
+    try:
+        # Of the two clang knows the second, and gcc answers the first.
+        asked = [path, "-dumpfullversion", "-dumpversion"]
+        done = subprocess.run(asked, capture_output=True, text=True, errors="replace", timeout=_ANSWER_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return name, None
+    words = done.stdout.split()
+    return name, words[0] if words and done.returncode == 0 else None
 
 
 def require_building(reason: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,9 +14,9 @@ import torch
 
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import DiscoError, SelfCheckFailed
-from disco_accel.native.backend import run_device
+from disco_accel.native.backend import first_accelerator, run_device
 from disco_accel.selfcheck import self_check
-from disco_accel.selfcheck.outcome import Outcome, forget, has_passed, identity_of, key_of, store, write_report
+from disco_accel.selfcheck.outcome import Outcome, forget, has_passed, identity_of, key_of, records, store, write_report
 from disco_accel.selfcheck.subject import Subject, make_subject
 
 logger = logging.getLogger("disco_accel")
@@ -100,6 +100,35 @@ def failed_line(outcome: Outcome, report: str | None) -> str:
         "disco-accel doctor --selftest checks again, after another driver or PyTorch, say; on_unsupported: eager "
         "trains without plans until then; self_check: off uses the device as it is"
     )
+
+
+def kept_answers(devices: Sequence[torch.device] | None = None) -> list[dict[str, Any]]:
+    """For ``disco-accel doctor``, of each of ``devices`` (None: all GPUs) the last check of that very device that has
+    passed; empty where none is kept. ``when`` in seconds since 1970, its ``seconds`` and ``figures``, and ``changed``:
+    the facts that it no longer holds for, none where it still holds."""
+    if devices is None:
+        first = first_accelerator(0)
+        count = 0 if first is None else first.count()
+        devices = [] if first is None else [torch.device(first.device.type, index) for index in range(count)]
+    folder = DiscoConfig.from_env(DiscoConfig()).plan_cache
+    kept = [] if folder is None else sorted(records(folder), key=lambda record: record[0], reverse=True)
+    answers = []
+    for device in devices:
+        identity = identity_of(device)
+        answer: dict[str, Any] = {}
+        mine = [record for record in kept if _same_device(record[1].get("identity"), identity)]
+        for when, outcome in mine:
+            changed = [name for name in identity if outcome["identity"].get(name) != identity[name]]
+            told = {name: outcome.get(name) for name in ("seconds", "figures")}
+            # One that holds goes before newer ones that do not.
+            if "when" not in answer or not changed:
+                answer |= {"when": when, **told, "changed": changed}
+        answers.append(answer)
+    return answers
+
+
+def _same_device(recorded: Any, identity: Mapping[str, str]) -> bool:
+    return isinstance(recorded, dict) and all(recorded.get(n) == identity.get(n) for n in ("device", "uuid"))
 
 
 def selftest(device: str) -> dict[str, Any]:

@@ -175,6 +175,18 @@ def has_passed(folder: str, key: str) -> bool:
     return False
 
 
+def records(folder: str) -> list[tuple[float, dict[str, Any]]]:
+    """The checks that have passed and are kept below ``folder``: when, in seconds since 1970, and ``Outcome.as_dict``.
+    Files that cannot be used are left out."""
+    found = []
+    for path in sorted((Path(folder) / _FOLDER).glob("*.json")):
+        with contextlib.suppress(OSError, GraphFileError, Unusable):
+            data = read_private(path, MOST_BYTES)
+            if data is not None:
+                found.append((path.stat().st_mtime, _require(data, path.stem)))
+    return found
+
+
 def store(folder: str, key: str, outcome: Outcome) -> bool:
     """Keep an ``outcome`` that passed; False, with a warning, where that is not possible."""
     assert outcome.passed, "what failed is checked again by the next process"
@@ -226,14 +238,16 @@ def _render(content: Mapping[str, Any]) -> bytes:
     return json.dumps({**content, "sha256": digest}, sort_keys=True, indent=1).encode() + b"\n"
 
 
-def _require(data: bytes, key: str) -> None:
-    """Raises GraphFileError or Unusable unless ``data`` is an answer under ``key``, every byte as it was written."""
+def _require(data: bytes, key: str) -> dict[str, Any]:
+    """The outcome in ``data``. Raises GraphFileError or Unusable unless that is an answer under ``key``, every byte as
+    it was written."""
     content = parse_json(data)
     if not isinstance(content, dict) or content.pop("sha256", None) is None or _render(content) != data:
         raise Unusable("damaged")
     outcome = content.get("self_check")
     if content.get("key") != key or not isinstance(outcome, dict) or outcome.get("passed") is not True:
         raise Unusable("made for something else")
+    return outcome
 
 
 def _say(path: Path, reason: str) -> None:

@@ -13,6 +13,9 @@ import torch
 from benchmarks.gpu.models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.native import cuda_backend, host_memory
+from disco_accel.observe import doctor
+from disco_accel.observe.doctor_words import checks_of
+from disco_accel.selfcheck.first_use import kept_answers
 from disco_accel.step.run.session import find_state
 from tests.emulated import device
 from tests.emulated.models import CUDA, assert_same, least, step
@@ -87,6 +90,18 @@ def test_a_rest_that_cannot_be_locked_runs_all_the_same(more: int, caplog: pytes
     assert (": 0B of " in told) == (more == 1)
     restore(model)
     assert not any(p.is_pinned() for p in model.parameters())
+
+
+def test_doctor_tells_of_the_gpu_and_of_the_largest_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tries pieces from 4 GiB down, and has given all of them back."""
+    monkeypatch.setattr(doctor, "_COPY_BYTES", 1 << 20)
+    with device.pin_limit(5 << 20):
+        report = doctor.report({"self_checks": kept_answers})
+    checks = {check["check"]: check for check in checks_of(report)}
+    assert checks["GPU 0"]["status"] == "ok" and "Emulated" in checks["GPU 0"]["found"]
+    assert {"GPU 0 self-check", "CUDA headers", "link"} <= checks.keys()
+    assert checks["locked memory"]["status"] == "problem" and "one call locks 4MiB" in checks["locked memory"]["found"]
+    assert report["host"]["largest_lock"]["bytes"] == 4 << 20
 
 
 def test_gradients_and_trained_weights_that_cannot_be_locked(caplog: pytest.LogCaptureFixture) -> None:

@@ -269,6 +269,28 @@ def test_a_folder_that_cannot_be_written_is_told_and_training_goes_on(
     assert checks == [CPU] and "is not a folder of this user's own" in caplog.text
 
 
+def test_a_kept_answer_is_told_with_what_has_changed_since(
+    tmp_path: Path, checks: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For ``doctor``, which checks nothing by itself."""
+    monkeypatch.setenv("DISCO_PLAN_CACHE", str(tmp_path))
+    assert first_use.kept_answers([CPU]) == [{}]
+    use(tmp_path)
+    (kept,) = files(tmp_path)
+    (answer,) = first_use.kept_answers([CPU])
+    assert answer["when"] == kept.stat().st_mtime and answer["changed"] == []
+    assert answer["figures"]["compared"] == "bits"
+    real = answers.identity_of
+    monkeypatch.setattr(first_use, "identity_of", lambda device: {**real(device), "torch": "another"})
+    assert first_use.kept_answers([CPU])[0]["changed"] == ["torch"]
+    monkeypatch.setattr(first_use, "identity_of", lambda device: {**real(device), "uuid": "of another machine"})
+    assert first_use.kept_answers([CPU]) == [{}]
+    monkeypatch.undo()
+    monkeypatch.setenv("DISCO_PLAN_CACHE", str(tmp_path))
+    kept.write_bytes(kept.read_bytes()[:-9])
+    assert first_use.kept_answers([CPU]) == [{}] and len(checks) == 1
+
+
 PROGRAM = """
 import sys, torch
 torch.set_num_threads(1)
@@ -296,7 +318,7 @@ def test_doctor_checks_again_and_ends_with_1_where_that_fails(
     """A device that has passed before and fails now has to pass again before it is used."""
     monkeypatch.setenv("DISCO_PLAN_CACHE", str(tmp_path))
     monkeypatch.setattr("disco_accel.observe.doctor._COPY_BYTES", 1 << 20)
-    assert main(["doctor", "--selftest", "--device", "cpu"]) == 0
+    assert main(["doctor", "--json", "--selftest", "--device", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["selftest"]["passed"] and found["problems"] == []
     assert len(files(tmp_path)) == 1
@@ -308,7 +330,7 @@ def test_doctor_checks_again_and_ends_with_1_where_that_fails(
         return outcome
 
     monkeypatch.setattr(self_check, "check", failing)
-    assert main(["doctor", "--selftest", "--device", "cpu"]) == 1
+    assert main(["doctor", "--json", "--selftest", "--device", "cpu"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert "planted: a loss is 2 instead of 1" in found["problems"][0] and not found["selftest"]["passed"]
     assert files(tmp_path) == []
