@@ -8,7 +8,7 @@ from typing import Any
 from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import host_copy_exists, outlives_step
-from disco_accel.observe.idle_gaps import Lane, _Cause, _Gap
+from disco_accel.observe.idle_gaps import Lane, _Cause, _Gap, by_lane, idle_gaps
 from disco_accel.observe.module_table import _ModuleRow
 from disco_accel.observe.step_folder import _Step
 from disco_accel.observe.timeline import TracedEvent
@@ -25,6 +25,15 @@ _WAITS = {
     _Cause.START: "the engine's launches",
     _Cause.DONE: "the last copies of the step",
 }
+
+_IDLE = {
+    _Cause.DATA: "it waits for values from another lane",
+    _Cause.MEMORY: "it waits for room that other values still take",
+    _Cause.GATE: "it waits for the caller's backward",
+    _Cause.START: "it could have started",
+    _Cause.DONE: "it has nothing left to run",
+}
+"""Of a lane, as the page has them."""
 
 
 def seconds_text(seconds: float) -> str:
@@ -104,6 +113,22 @@ def _by_cause(gaps: Iterable[_Gap]) -> dict[_Cause, float]:
     for gap in gaps:
         found[gap.cause] = found.get(gap.cause, 0.0) + gap.end - gap.start
     return found
+
+
+def step_words(step: _Step) -> list[str]:
+    """The step for people, in lines: the sentences of the headline, then a line for each lane with its idle seconds and
+    their causes."""
+    gaps, lanes = idle_gaps(step.plan, step.events), by_lane(step.plan, step.events)
+    several = len({device for device, _ in lanes}) > 1
+    lines = list(headline(step, gaps, lanes)["words"])
+    for (device, name), events in sorted(lanes.items()):
+        busy = sum(event.end - event.start for event in events) / (step.finish or 1.0)
+        waited = _by_cause(gap for gap in gaps if gap.lane == (device, name))
+        longest_first = sorted(waited, key=waited.__getitem__, reverse=True)
+        causes = ", ".join(f"{_IDLE[cause]} ({seconds_text(waited[cause])})" for cause in longest_first)
+        where = f" of device {device}" if several else ""
+        lines.append(f"{name}{where}: busy for {busy:.0%} of the step. {f'Idle: {causes}.' if causes else ''}".rstrip())
+    return lines
 
 
 def choices(step: _Step, rows: Sequence[_ModuleRow]) -> list[list[str]]:

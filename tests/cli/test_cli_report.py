@@ -19,12 +19,15 @@ def test_the_page_of_a_folder_is_the_one_that_was_written_there(
     write_report(tmp_path, small.plan(), small.events(), STATS)
     written = (tmp_path / "report.html").read_text()
     other = tmp_path / "new" / "page.html"
-    assert main(["report", str(tmp_path), "-o", str(other)]) == 0
+    assert main(["report", str(tmp_path), "-o", str(other), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said == {"page": str(other), "events": "measured", "seconds": 8.0}
     assert other.read_text() == written
     (tmp_path / "report.html").unlink()
     assert main(["report", str(tmp_path)]) == 0
+    words = capsys.readouterr().out.splitlines()
+    assert words[0].startswith("These events were measured") and words[-1] == f"The page: {tmp_path / 'report.html'}"
+    assert "h2d: busy for 62% of the step. Idle: it has nothing left to run (2 s), it waits for values" in words[-2]
     assert (tmp_path / "report.html").read_text() == written
 
 
