@@ -30,7 +30,7 @@ _ROWS = 16
 _HOST_ROW, _HOST_TOKENS, _HOST_ROWS = 128, 256, 2
 """The same on the host device, whose kernels are a thousand times slower."""
 _LOGIT = 10
-"""Bytes for each logit at the peak of a step: in 16 and 32 bits, and gradients. The least budgets of plans have them."""
+"""Bytes for each logit at the peak of a step, in 16 and 32 bits with gradients: as in the least budgets of plans."""
 _TRAINED = 16
 """Bytes for each number of the adapter: it, its gradient and two moments, in float32."""
 _WORTH = 0.7
@@ -65,24 +65,25 @@ class BaseSizes(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What trains. ``what`` in words; ``half``: FLOP/s, ``link``: bytes/s each way. ``budget``: bytes, with the words
-    ``why``. ``host``: bytes of host memory, None: any; ``host_asked``: by the user. ``on_host``: it is the host device.
-    ``can_pack``: bitsandbytes is there."""
+    """The device that trains. ``what`` in words; ``half``: FLOP/s, ``link``: bytes/s each way. ``budget``: bytes; its key
+    has the value ``budget_key`` for the reason ``why``. ``host``: bytes of host memory, None: any; its key has
+    ``host_key``, if any. ``on_host``: it is the host device. ``can_pack``: bitsandbytes is there."""
 
     what: str
     half: float
     link: float
     budget: int
+    budget_key: str
     why: str
     host: int | None = None
-    host_asked: bool = False
+    host_key: str = ""
     on_host: bool = False
     can_pack: bool = False
 
 
 class DataFacts(NamedTuple):
-    """Of a file of rows: its ``path``, about how many ``tokens``, and the ``typical`` tokens of a record: 95 of 100 have
-    no more. 0: it is one text. ``trial``: it is not the user's. ``counted``: by the model's tokenizer."""
+    """Of a file of rows: its ``path``, about how many ``tokens`` it has, and the ``typical`` tokens of a record, which
+    95 of 100 do not exceed. 0: it is one text. ``trial``: it is not the user's. ``counted``: by the model's tokenizer."""
 
     path: str
     tokens: int
@@ -93,8 +94,8 @@ class DataFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``rows`` of ``length`` tokens a step, ``accumulation`` steps an update, ``steps`` updates. ``packed``: in NF4, for
-    the reason ``form``. ``loaded``: bytes of weights that a step loads, in ``link_seconds``; ``kernel_seconds``."""
+    """``rows`` of ``length`` tokens a step, ``accumulation`` steps an update, ``steps`` updates. ``packed``: in NF4, or
+    not, for the reason ``form``. ``loaded``: bytes of weights that a step loads, in ``link_seconds``."""
 
     packed: bool
     form: str
@@ -173,7 +174,8 @@ def _form(base: BaseSizes, target: Target, length: int, rows: list[int]) -> tupl
         _, link, kernels = _seconds(base, target, rows[-1] * length, packed=False)
         why = f"as {base.dtype} a step loads weights for {link:.2g} s, kernels take {kernels:.2g} s"
     else:
-        why = f"as {base.dtype} they take {format_size(base.bytes)} of host memory, {format_size(target.host or 0)} are here"
+        there = format_size(target.host or 0)
+        why = f"as {base.dtype} they take {format_size(base.bytes)} of host memory, of {there}"
     if base.packed >= _WORTH * base.bytes:
         return False, rows[-1], f"{why}; NF4 packs linear layers, which this model has few of"
     if not target.can_pack:
@@ -213,15 +215,15 @@ def recipe_text(
         Line("output_dir", output, "the adapter, as PEFT writes it"),
         Line(""),
         Line("disco_config", "", "docs/config.md has all keys"),
-        Line("  memory_budget", format_size(target.budget), target.why),
+        Line("  memory_budget", target.budget_key, target.why),
     ]
-    if target.host is not None and target.host_asked:
-        lines.append(Line("  host_memory", format_size(target.host), "as asked for: weights, and values that wait"))
+    if target.host_key:
+        lines.append(Line("  host_memory", target.host_key, "as asked for: weights, and values that wait"))
     return "\n".join([*(f"# {line}" for line in title.splitlines()), *map(str, lines)]) + "\n"
 
 
 def _model_lines(name: str, base: BaseSizes, target: Target, choice: Choice, attention: str) -> Iterator[Line]:
-    yield Line("model_name_or_path", name, f"{base.numbers / 1e6:,.0f} M weights")
+    yield Line("model_name_or_path", name, f"{_count(base.numbers)} weights")
     if base.stored or target.on_host:
         yield Line("dtype", "auto", f"{base.dtype}, as the checkpoint says")
     else:
@@ -252,7 +254,7 @@ def _data_lines(base: BaseSizes, data: DataFacts, choice: Choice) -> Iterator[Li
 def _adapter_lines(base: BaseSizes) -> Iterator[Line]:
     numbers = RANK * base.adapter
     size = format_size(_TRAINED * numbers)
-    yield Line("lora_r", RANK, f"{numbers / 1e6:.3g} M numbers; {size} with gradients and moments")
+    yield Line("lora_r", RANK, f"{_count(numbers)} numbers; {size} with gradients and moments")
     yield Line("lora_alpha", 2 * RANK, "twice lora_r: adapters count double")
     but = "; experts of a mixture stay as they are" if base.experts else ", where LoRA learns most"
     yield Line("lora_target_modules", "all-linear", f"all layers but the output{but}")
@@ -283,6 +285,13 @@ def _step_lines(target: Target, data: DataFacts, choice: Choice) -> Iterator[Lin
     yield Line("save_steps", save, "checkpoints to resume from" if save else "0: at the end alone")
     yield Line("save_total_limit", 2, "of them are kept")
     yield Line("seed", 42, "the same seed, the same bits")
+
+
+def _count(numbers: int) -> str:
+    for unit, scale in (("billion", 1e9), ("million", 1e6)):
+        if numbers >= scale:
+            return f"{numbers / scale:.3g} {unit}"
+    return f"{numbers}"
 
 
 def _yaml(value: object) -> str:

@@ -43,16 +43,17 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
 
 def init(options: argparse.Namespace) -> int:
     """Write a recipe, and say what it has, what it lacks and what to type next. Raises ConfigError, BudgetTooSmall."""
-    from disco_accel.recipes.model_names import find_model
+    from disco_accel.recipes.model_names import find_model, name_on_hub
 
     output = _free_place(options)
-    found = find_model(options.model, "MODEL")
-    budget = None if options.budget is None else _size("--budget", options.budget)
-    host = None if options.host_memory is None else _size("--host-memory", options.host_memory)
+    found = find_model(name_on_hub(options.model), "MODEL")
     device = _device(options.gpu)
-    target = _target(device, budget, host)
-    base, attention = _base_sizes(found, on_host=target.on_host)
-    data = _data_facts(options.data, found)
+    target = _target(device, options)
+    say(f"{found.name}: reading {found.source}")
+    from disco_accel.recipes.base_sizes import base_sizes, data_facts
+
+    base, attention = base_sizes(found, on_host=target.on_host)
+    data = data_facts(options.data, found)
     choice, text, figures = _planned(found, base, target, data, device, attention)
     _write(output, text)
     for line in _summary(options, found, target, choice, figures):
@@ -81,6 +82,13 @@ def _size(option: str, text: str) -> int:
         raise ConfigError(f"{option}: {error}") from None
 
 
+def _rounded_down(size: int) -> str:
+    """``size`` for people, but no more than it is."""
+    unit, scale = next((u, s) for u, s in (("GiB", 1 << 30), ("MiB", 1 << 20), ("B", 1)) if size >= s)
+    hundredths = size * 100 // scale
+    return f"{hundredths // 100}{unit}" if scale == 1 else f"{hundredths // 100}.{hundredths % 100:02}{unit}"
+
+
 def _device(gpu: str | None) -> _Device:
     """The GPU of that name, the one that is here, or the host device. Raises ConfigError."""
     from disco_accel.native.backend import first_accelerator
@@ -103,8 +111,8 @@ def _device(gpu: str | None) -> _Device:
     return replace(here, speed=speed, here=False)
 
 
-def _target(device: _Device, budget: int | None, host: int | None) -> Target:
-    """What trains, with at most ``budget`` bytes there and ``host`` here."""
+def _target(device: _Device, options: argparse.Namespace) -> Target:
+    """What trains, with the memory that ``options`` give it, or that it has. Raises ConfigError."""
     from disco_accel.graph.spaces import TO_DEVICE
     from disco_accel.host_limits import host_limits
     from disco_accel.native.backend import backend_of_kind
@@ -114,8 +122,9 @@ def _target(device: _Device, budget: int | None, host: int | None) -> Target:
     speed = device.speed or backend_of_kind(device.kind).speed
     on_host = not kind.separate_memory
     total = memory if device.memory is None else device.memory
-    given = budget or int(total * kind.auto_share)
-    if budget is not None:
+    key = options.budget or _rounded_down(int(total * kind.auto_share))
+    given = _size("--budget", key)
+    if options.budget is not None:
         why = f"as asked for, of {format_size(total)}: all that training holds on the device"
     elif on_host:
         why = f"half of this machine's {format_size(total)}, which stand for a device's"
@@ -128,26 +137,13 @@ def _target(device: _Device, budget: int | None, host: int | None) -> Target:
         half=speed.half,
         link=speed.machine.link(TO_DEVICE).bandwidth,
         budget=given,
+        budget_key=key,
         why=why,
-        host=left if host is None else host,
-        host_asked=host is not None,
+        host=left if options.host_memory is None else _size("--host-memory", options.host_memory),
+        host_key=options.host_memory or "",
         on_host=on_host,
         can_pack=importlib.util.find_spec("bitsandbytes") is not None,
     )
-
-
-def _base_sizes(found: FoundModel, *, on_host: bool) -> tuple[BaseSizes, str]:
-    """Sizes of the model, and the implementation of attention that it takes. Raises ConfigError."""
-    say(f"{found.name}: reading {found.source}")
-    from disco_accel.recipes.base_sizes import base_sizes
-
-    return base_sizes(found, on_host=on_host)
-
-
-def _data_facts(path: str | None, found: FoundModel) -> DataFacts:
-    from disco_accel.recipes.base_sizes import data_facts
-
-    return data_facts(path, found)
 
 
 def _planned(
@@ -173,7 +169,7 @@ def _planned(
             return choice, recipe_text(_title(found, target, choice, {}), *words), {}
         recipe = parse_recipe(parse_yaml(recipe_text("", *words), "init"), source="init")
         step = _Step(found, recipe, DiscoConfig.from_dict(recipe.disco_config or {}))
-        say(f"planning a step of {choice.rows} x {choice.length} tokens in {format_size(target.budget)}")
+        say(f"planning a step of {choice.rows} x {choice.length} tokens in {target.budget_key}")
         asked = argparse.Namespace(quant=None, passes=False, plan_seconds=_SEARCH_SECONDS, model=None)
         # Notes about a short search, of which ``plan`` has a longer one.
         with contextlib.redirect_stderr(io.StringIO()):
@@ -218,7 +214,7 @@ def _summary(
     form = "NF4" if choice.packed else "no packing"
     yield (
         f"{options.output}: LoRA of {found.name} on {target.what}, {choice.rows} x {choice.length} tokens, {form}, "
-        f"budget {format_size(target.budget)}"
+        f"budget {target.budget_key}"
     )
     if figures:
         host = sum(figures["host_memory"].values())
@@ -227,6 +223,8 @@ def _summary(
             f"{format_size(host)} of host memory"
         )
     yield from (f"missing: {what}" for what in _missing(found))
+    if found.folder is None or not Path(found.name).is_dir():
+        yield f"train takes the weights of {found.name} from the hub's cache, or downloads them"
     if options.data is None:
         yield "dataset is a novel, to try it: give your rows with --data FILE"
     named = options.gpu not in (None, "this")
@@ -241,7 +239,6 @@ def _missing(found: FoundModel) -> Iterator[str]:
     from disco_accel.recipes.loading import check_checkpoint
 
     if not Path(found.name).expanduser().is_dir():
-        yield f"nothing that was looked for; train takes the weights of {found.name} from the hub's cache or the hub"
         return
     folder = Path(found.name)
     try:
