@@ -25,6 +25,8 @@ _RECORDS = 1000
 """Of a file, whose tokens are counted: enough to know their lengths."""
 _TEXT = 1 << 20
 """Characters of a text that are counted."""
+_FEWEST = 16
+"""Tokens that make rows."""
 _BYTES_PER_TOKEN = 4
 """Of English text."""
 
@@ -120,9 +122,9 @@ def data_facts(path: str | None, found: FoundModel) -> DataFacts:
         counts = [_tokens(document, tokenizer) for document in islice(read_documents(file), _RECORDS)]
     except ConfigError as error:
         raise ConfigError(f"--data: {str(error).removeprefix('dataset: ').removeprefix('--data: ')}") from None
-    if not sum(counts):
-        raise ConfigError(f"--data: {file}: is empty; give a file with text in it")
     tokens, typical = sum(counts), 0
+    if tokens < _FEWEST:
+        raise ConfigError(f"--data: {file}: has {tokens} tokens; give a file with more text in it")
     if file.suffix == ".jsonl":
         records = sum(1 for line in text.split("\n") if line.strip())
         tokens = tokens * records // len(counts)

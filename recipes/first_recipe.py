@@ -12,6 +12,7 @@ The rules, in their order:
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ _TRIAL = 20
 """Steps on a text that is there to be tried."""
 _PASSES = 3
 _COLUMN = 36
-_PLAIN = re.compile(r"(?:\.{0,2}/|[A-Za-z])[\w./-]*", re.ASCII)
+_PLAIN = re.compile(r"(?:\.{0,2}/|[A-Za-z])[\w./-]*|[0-9.]+[KMGT]iB", re.ASCII)
 _NO_TEXT = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
 """Words that YAML does not read as text."""
 
@@ -65,8 +66,8 @@ class BaseSizes(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The device that trains. ``what`` in words; ``half``: FLOP/s, ``link``: bytes/s each way. ``budget``: bytes; its key
-    has the value ``budget_key`` for the reason ``why``. ``host``: bytes of host memory, None: any; its key has
+    """The device that trains. ``what`` in words; ``half``: FLOP/s, ``link``: bytes/s each way. ``budget``: bytes; its
+    key has the value ``budget_key`` for the reason ``why``. ``host``: bytes of host memory, None: any; its key has
     ``host_key``, if any. ``on_host``: it is the host device. ``can_pack``: bitsandbytes is there."""
 
     what: str
@@ -83,7 +84,7 @@ class Target(NamedTuple):
 
 class DataFacts(NamedTuple):
     """Of a file of rows: its ``path``, about how many ``tokens`` it has, and the ``typical`` tokens of a record, which
-    95 of 100 do not exceed. 0: it is one text. ``trial``: it is not the user's. ``counted``: by the model's tokenizer."""
+    95 of 100 do not exceed. 0: it is one text. ``trial``: it is not the user's. ``counted``: by the tokenizer."""
 
     path: str
     tokens: int
@@ -113,16 +114,13 @@ class Choice:
         return self.rows * self.length
 
 
-def choose(base: BaseSizes, target: Target, data: DataFacts, most: int | None = None) -> Choice | None:
-    """The values for ``base`` on ``target``. ``most``: tokens of a step at most, where a plan of more did not fit; None
-    is returned if no step has so few."""
+def choose(base: BaseSizes, target: Target, data: DataFacts, most: int | None = None) -> Choice:
+    """The values for ``base`` on ``target``. ``most``: tokens of a step at most, None: any."""
     length = _length(base, target, data)
-    if most is not None:
-        length = min(length, 1 << max(0, most).bit_length() - 1) if most >= min(_SHORTEST, length) else 0
-    if length < 2:
-        return None
+    if most is not None and most < length:
+        length = _power_of_two(most)
     available = max(1, data.tokens // length)
-    largest = min(_HOST_ROWS if target.on_host else _ROWS, 1 << available.bit_length() - 1)
+    largest = min(_HOST_ROWS if target.on_host else _ROWS, _power_of_two(available))
     rows = [n for n in (1, 2, 4, 8, 16) if n <= largest and (most is None or n * length <= most)]
     rows = [n for n in rows if n == 1 or _work(base, n * length) <= target.budget // 2]
     enough = [n for n in rows if n * length >= (_HOST_TOKENS if target.on_host else _TOKENS)] or rows[-1:]
@@ -133,11 +131,26 @@ def choose(base: BaseSizes, target: Target, data: DataFacts, most: int | None = 
     return Choice(packed, form, batch, length, accumulation, updates, loads, link, kernels)
 
 
+def choose_fewer(base: BaseSizes, target: Target, data: DataFacts, choice: Choice, over: int) -> Choice | None:
+    """The values for a step that takes ``over`` bytes less than that of ``choice``; None where it has as few tokens as
+    any."""
+    least = min(_SHORTEST, choice.length)
+    if choice.tokens <= least:
+        return None
+    most = min(choice.tokens // 2, choice.tokens - over // (_LOGIT * base.vocabulary))
+    return choose(base, target, data, max(least, most))
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is no more than ``number``, which is 1 or more."""
+    return 1 << number.bit_length() - 1
+
+
 def _length(base: BaseSizes, target: Target, data: DataFacts) -> int:
     length = _HOST_ROW if target.on_host else _ROW
     if data.typical:
         length = max(_SHORTEST, min(_LONGEST, 1 << (data.typical - 1).bit_length()))
-    length = min(length, base.positions or length, 1 << max(1, data.tokens // 2).bit_length() - 1)
+    length = min(length, base.positions or length, _power_of_two(max(1, data.tokens // 2)))
     while length > _SHORTEST and _work(base, length) > target.budget // 2:
         length //= 2
     return length
@@ -168,7 +181,7 @@ def _form(base: BaseSizes, target: Target, length: int, rows: list[int]) -> tupl
         loaded, link, kernels = _seconds(base, target, hidden[0] * length, packed=False)
         size = format_size(base.bytes)
         if not loaded:
-            return False, hidden[0], f"all {size} stay on the device"
+            return False, hidden[0], f"all {size} fit beside a step"
         return False, hidden[0], f"of {size} a step loads {format_size(loaded)}: {link:.2g} s, kernels {kernels:.2g} s"
     if has_room:
         _, link, kernels = _seconds(base, target, rows[-1] * length, packed=False)
@@ -295,8 +308,8 @@ def _count(numbers: int) -> str:
 
 
 def _yaml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str) and value and (value != value.strip() or set(value) & set("#:'\"{}[],&*!|>%@`\\\n")):
-        return "'" + value.replace("'", "''") + "'"
-    return str(value)
+    """``value`` as YAML reads it back."""
+    if isinstance(value, str):
+        plain = not value or (_PLAIN.fullmatch(value) is not None and value.lower() not in _NO_TEXT)
+        return value if plain else json.dumps(value, ensure_ascii=False)
+    return json.dumps(value)

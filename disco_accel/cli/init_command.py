@@ -42,7 +42,7 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def init(options: argparse.Namespace) -> int:
-    """Write a recipe, and say what it has, what it lacks and what to type next. Raises ConfigError, BudgetTooSmall."""
+    """Write a recipe; name it, missing parts of the model, and the next command. Raises ConfigError, BudgetTooSmall."""
     from disco_accel.recipes.model_names import find_model, name_on_hub
 
     output = _free_place(options)
@@ -85,7 +85,8 @@ def _size(option: str, text: str) -> int:
 def _rounded_down(size: int) -> str:
     """``size`` for people, but no more than it is."""
     unit, scale = next((u, s) for u, s in (("GiB", 1 << 30), ("MiB", 1 << 20), ("B", 1)) if size >= s)
-    hundredths = size * 100 // scale
+    # Nine tenths of 24GiB are 21.60GiB, though the last byte is cut off.
+    hundredths = int(size * 100 / scale + 1e-6)
     return f"{hundredths // 100}{unit}" if scale == 1 else f"{hundredths // 100}.{hundredths % 100:02}{unit}"
 
 
@@ -112,7 +113,7 @@ def _device(gpu: str | None) -> _Device:
 
 
 def _target(device: _Device, options: argparse.Namespace) -> Target:
-    """What trains, with the memory that ``options`` give it, or that it has. Raises ConfigError."""
+    """The device that trains, with its memory or that of ``options``. Raises ConfigError."""
     from disco_accel.graph.spaces import TO_DEVICE
     from disco_accel.host_limits import host_limits
     from disco_accel.native.backend import backend_of_kind
@@ -124,6 +125,8 @@ def _target(device: _Device, options: argparse.Namespace) -> Target:
     total = memory if device.memory is None else device.memory
     key = options.budget or _rounded_down(int(total * kind.auto_share))
     given = _size("--budget", key)
+    if given > total:
+        raise ConfigError(f"--budget: {key} is more than the {format_size(total)} of {speed.name}; give less")
     if options.budget is not None:
         why = f"as asked for, of {format_size(total)}: all that training holds on the device"
     elif on_host:
@@ -157,28 +160,29 @@ def _planned(
     """
     from disco_accel.config.settings import DiscoConfig
     from disco_accel.config.strict_yaml import parse_yaml
-    from disco_accel.recipes.first_recipe import choose, recipe_text
+    from disco_accel.recipes.first_recipe import choose, choose_fewer, recipe_text
     from disco_accel.recipes.settings import parse_recipe
 
-    choice, refusal = choose(base, target, data), None
+    choice = choose(base, target, data)
     layers = found.config.get("num_hidden_layers")
     plannable = not (isinstance(layers, int) and layers > _MOST_LAYERS)
-    while choice is not None:
+    while True:
         words = (found.name, _output_dir(found.name), base, target, data, choice, attention)
         if not plannable:
             return choice, recipe_text(_title(found, target, choice, {}), *words), {}
         recipe = parse_recipe(parse_yaml(recipe_text("", *words), "init"), source="init")
-        step = _Step(found, recipe, DiscoConfig.from_dict(recipe.disco_config or {}))
+        step = _Step(found, recipe, DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {})))
         say(f"planning a step of {choice.rows} x {choice.length} tokens in {target.budget_key}")
         asked = argparse.Namespace(quant=None, passes=False, plan_seconds=_SEARCH_SECONDS, model=None)
-        # Notes about a short search, of which ``plan`` has a longer one.
+        # It notes that the search is short; training has a longer one.
         with contextlib.redirect_stderr(io.StringIO()):
             figures, refusal = answers_about(step, device, asked).answer(target.budget)
-        if refusal is None:
+        if not isinstance(refusal, BudgetTooSmall):
             return choice, recipe_text(_title(found, target, choice, figures), *words), figures
-        choice = choose(base, target, data, most=choice.tokens // 2)
-    assert isinstance(refusal, BudgetTooSmall), "the first choice was planned"
-    raise refusal
+        fewer = choose_fewer(base, target, data, choice, refusal.needed - target.budget)
+        if fewer is None:
+            raise refusal
+        choice = fewer
 
 
 def _output_dir(name: str) -> str:
@@ -188,11 +192,12 @@ def _output_dir(name: str) -> str:
 
 def _title(found: FoundModel, target: Target, choice: Choice, figures: Mapping[str, Any]) -> str:
     """The first lines of the file: for which device it is, and how fast a step is by estimate."""
-    first = f"LoRA of {found.name} on {target.what}. Written by disco-accel init; change any value."
+    first = f"LoRA of {' '.join(found.name.split())} on {target.what}. Written by disco-accel init; change any value."
     if figures:
+        size, seconds = format_size(figures["peak_bytes"]), figures["step_seconds"]
         second = (
-            f"A plan of {choice.rows} x {choice.length} tokens takes {format_size(figures['peak_bytes'])}; by estimate "
-            f"{figures['step_seconds']:.2g} s, {figures['tokens_per_second']:.0f} tokens/s."
+            f"A plan of {choice.rows} x {choice.length} tokens takes {size}; a step takes {seconds:.2g} s by estimate, "
+            "or less."
         )
         return f"{first}\n{second}"
     return f"{first}\nNot planned: that takes long for a model of so many layers; disco-accel plan does it."
@@ -210,7 +215,7 @@ def _write(output: Path, text: str) -> None:
 def _summary(
     options: argparse.Namespace, found: FoundModel, target: Target, choice: Choice, figures: Mapping[str, Any]
 ) -> Iterator[str]:
-    """What was written, what is missing, and the next command."""
+    """The lines about the file, missing parts of the model, and the next command."""
     form = "NF4" if choice.packed else "no packing"
     yield (
         f"{options.output}: LoRA of {found.name} on {target.what}, {choice.rows} x {choice.length} tokens, {form}, "
@@ -219,7 +224,7 @@ def _summary(
     if figures:
         host = sum(figures["host_memory"].values())
         yield (
-            f"by estimate {figures['tokens_per_second']:.0f} tokens/s, limited by {figures['limit']}; "
+            f"by estimate {figures['tokens_per_second']:.0f} tokens/s or more, limited by {figures['limit']}; "
             f"{format_size(host)} of host memory"
         )
     yield from (f"missing: {what}" for what in _missing(found))
@@ -235,7 +240,7 @@ def _summary(
 
 
 def _missing(found: FoundModel) -> Iterator[str]:
-    """What training needs and the model's folder has not."""
+    """Files that training needs and the model's folder lacks."""
     from disco_accel.recipes.loading import check_checkpoint
 
     if not Path(found.name).expanduser().is_dir():
