@@ -56,7 +56,8 @@ def init(options: argparse.Namespace) -> int:
     data = data_facts(options.data, found)
     choice, text, figures = _planned(found, base, target, data, device, attention)
     _write(output, text)
-    for line in _summary(options, found, target, choice, figures):
+    form = "weights in NF4" if choice.packed else f"weights in {base.stored or base.dtype}"
+    for line in _summary(options, found, target, f"{choice.rows} x {choice.length} tokens, {form}", figures):
         print(line)
     return 0
 
@@ -213,14 +214,10 @@ def _write(output: Path, text: str) -> None:
 
 
 def _summary(
-    options: argparse.Namespace, found: FoundModel, target: Target, choice: Choice, figures: Mapping[str, Any]
+    options: argparse.Namespace, found: FoundModel, target: Target, step: str, figures: Mapping[str, Any]
 ) -> Iterator[str]:
-    """The lines about the file, missing parts of the model, and the next command."""
-    form = "NF4" if choice.packed else "no packing"
-    yield (
-        f"{options.output}: LoRA of {found.name} on {target.what}, {choice.rows} x {choice.length} tokens, {form}, "
-        f"budget {target.budget_key}"
-    )
+    """Lines about the file, missing parts of the model, and the next command. ``step`` in words."""
+    yield f"{options.output}: LoRA of {found.name} on {target.what}, {step}, budget {target.budget_key}"
     if figures:
         host = sum(figures["host_memory"].values())
         yield (
