@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -85,8 +86,11 @@ def test_a_command_beside_a_block_ends_with_it(tmp_path: Path) -> None:
     with beside(["bash", "-c", "until test -e mark; do sleep 0.01; done; touch done"], log, {}, tmp_path):
         mark.touch()
     assert (tmp_path / "done").exists()
-    with pytest.raises(ZeroDivisionError), beside(["sleep", "600"], log, {}, tmp_path):
+    with pytest.raises(ZeroDivisionError), beside(["bash", "-c", "echo $$; exec sleep 600"], log, {}, tmp_path):
+        while not log.read_text().endswith("\n"):
+            time.sleep(0.01)
         raise ZeroDivisionError
+    assert not Path(f"/proc/{int(log.read_text())}").exists()
 
 
 def test_progress_is_a_line_every_few_seconds_where_nobody_rewrites_it(capsys: pytest.CaptureFixture[str]) -> None:
