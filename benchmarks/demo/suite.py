@@ -1,6 +1,6 @@
 """``make demo``: LoRA under half the memory, with and without a plan, compared bit for bit.
 
-    python -m benchmarks.demo [--full] [--budgets half,least,all] [--steps 5] [--rounds 2] [--strict]
+    python -m benchmarks.demo [--full] [--budgets half,least,all] [--steps 3] [--rounds 2] [--strict]
 
 Writes a checkpoint, trains the recipe of ``configs/lora_demo.yaml`` without a plan and, beside it, under half of its
 memory, and compares the two as soon as both have run. Then it times single steps in turn, prints one table and leaves
@@ -138,11 +138,11 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="LoRA under half the memory, compared with plain training bit for bit")
     parser.add_argument("--full", action="store_true", help="30 steps, all budgets, 5 rounds: seven minutes or more")
     parser.add_argument("--budgets", help=f"which budgets to train under: {', '.join(BUDGETS)} (default: half)")
-    parser.add_argument("--steps", type=int, help="steps of each training (default: 5)")
+    parser.add_argument("--steps", type=int, help="steps of each training (default: 3)")
     parser.add_argument("--rounds", type=int, help="single steps that are timed in turn (default: 2)")
     parser.add_argument("--strict", action="store_true", help="a missed timed figure fails too")
     args = parser.parse_args(argv)
-    args.steps = args.steps or (30 if args.full else 5)
+    args.steps = args.steps or (30 if args.full else 3)
     args.rounds = args.rounds or (5 if args.full else 2)
     named = args.budgets.split(",") if args.budgets else (BUDGETS if args.full else ("half",))
     args.budgets = [name.strip() for name in named]

@@ -159,7 +159,7 @@ def test_the_short_demo_trains_under_half_and_the_full_one_under_all_budgets():
     short, full, own = (
         demo._options(words) for words in ([], ["--full"], ["--full", "--budgets", "all", "--steps", "3"])
     )
-    assert (short.budgets, short.steps, short.rounds) == (["half"], 5, 2)
+    assert (short.budgets, short.steps, short.rounds) == (["half"], 3, 2)
     assert (full.budgets, full.steps, full.rounds) == (["half", "least", "all"], 30, 5)
     assert (own.budgets, own.steps) == (["all"], 3)
 
