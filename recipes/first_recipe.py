@@ -21,6 +21,8 @@ from typing import NamedTuple
 from disco_accel.sizes import format_size
 
 RANK = 16
+INSTALL = "pip install bitsandbytes"
+"""The end of the reason of weights that would be packed if the library were there."""
 _ROW = 1024
 _LONGEST = 4096
 _SHORTEST = 128
@@ -192,7 +194,7 @@ def _form(base: BaseSizes, target: Target, length: int, rows: list[int]) -> tupl
     if base.packed >= _WORTH * base.bytes:
         return False, rows[-1], f"{why}; NF4 packs linear layers, which this model has few of"
     if not target.can_pack:
-        return False, rows[-1], f"{why}; true after: pip install bitsandbytes"
+        return False, rows[-1], f"{why}; true after: {INSTALL}"
     smallest = [n for n in rows if _is_hidden(base, target, n * length)] or rows[-1:]
     return True, smallest[0], f"{format_size(base.packed)} in NF4; {why}"
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MOST_LAYERS = 48
 """Of a model whose step is planned: with more it takes longer than half a minute."""
-_SEARCH_SECONDS = "2"
+_SEARCH_SECONDS = "4"
 """For a plan: a longer search makes a step some hundredths shorter."""
 
 
@@ -161,10 +161,12 @@ def _planned(
     """
     from disco_accel.config.settings import DiscoConfig
     from disco_accel.config.strict_yaml import parse_yaml
-    from disco_accel.recipes.first_recipe import choose, choose_fewer, recipe_text
+    from disco_accel.recipes.first_recipe import INSTALL, choose, choose_fewer, recipe_text
     from disco_accel.recipes.settings import parse_recipe
 
     choice = choose(base, target, data)
+    if choice.form.endswith(INSTALL):
+        say(f"weights are not packed: {choice.form}")
     layers = found.config.get("num_hidden_layers")
     plannable = not (isinstance(layers, int) and layers > _MOST_LAYERS)
     while True:

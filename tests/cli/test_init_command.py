@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,16 @@ from disco_accel.cli.main import main
 from disco_accel.config.strict_yaml import parse_yaml
 from disco_accel.graph.spaces import TO_DEVICE
 from disco_accel.recipes.base_sizes import base_sizes
-from disco_accel.recipes.first_recipe import BaseSizes, DataFacts, Line, Target, choose, choose_fewer, recipe_text
+from disco_accel.recipes.first_recipe import (
+    INSTALL,
+    BaseSizes,
+    DataFacts,
+    Line,
+    Target,
+    choose,
+    choose_fewer,
+    recipe_text,
+)
 from disco_accel.recipes.model_names import find_model, name_on_hub
 from disco_accel.recipes.settings import read_recipe
 from disco_accel.simulate.gpus import gpu_named
@@ -94,6 +104,14 @@ def test_a_batch_that_does_not_fit_is_made_smaller(bare: str, capsys: pytest.Cap
     capsys.readouterr()
     assert main(["init", bare, "--gpu", "rtx4090", "--budget", "100KiB", "-o", "no.yaml"]) == 1
     assert "needs at least" in capsys.readouterr().err and not Path("no.yaml").exists()
+
+
+def test_a_host_without_room_and_without_the_library_is_told(bare: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        pytest.skip("bitsandbytes is here")
+    assert main(["init", bare, "--gpu", "l4", "--host-memory", "64KiB"]) == 2
+    told = capsys.readouterr().err
+    assert INSTALL in told and "host_memory: 64KiB is too small" in told and not Path("recipe.yaml").exists()
 
 
 SMALL = BaseSizes(8 * 10**9, 7 * 10**9, 15 * GIB, 5 * GIB, adapter=2_600_000, vocabulary=128_000, dtype="bfloat16")
