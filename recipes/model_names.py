@@ -65,6 +65,12 @@ def preset_names() -> tuple[str, ...]:
     return tuple(_presets())
 
 
+def name_on_hub(name: str) -> str:
+    """The first name on the hub of the preset ``name``; other names, and folders, as they are."""
+    row = None if Path(name).exists() else _presets().get(name.lower())
+    return name if row is None else str(row["hub"][0])
+
+
 @functools.cache
 def _presets() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(_PRESETS.read_text(encoding="utf-8"))["presets"]

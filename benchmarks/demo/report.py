@@ -149,21 +149,10 @@ def _all_planned(planned: Mapping[str, Any], steps: int) -> bool:
     return planned.get("steps_compiled") == steps and planned.get("steps_eager") == 0
 
 
-def print_report(
-    runs: Sequence[BudgetRun],
-    memory: Mapping[str, int],
-    checks: Sequence[Check],
-    *,
-    plain_step: float,
-    plain_seconds: float,
-) -> None:
+def print_report(runs: Sequence[BudgetRun], memory: Mapping[str, int], checks: Sequence[Check]) -> None:
     """Print the table, then what does not hold and which figures were missed."""
     size = format_size
-    print(
-        f"\nwithout a plan: {size(memory['in_memory_peak'])} at the peak ({size(memory['weights'])} of weights),",
-        end=" ",
-    )
-    print(f"{plain_step:.2f} s a step, {plain_seconds:.0f} s in all")
+    print(f"\nwithout a plan: {size(memory['in_memory_peak'])} at the peak ({size(memory['weights'])} of weights)")
     print("step times are medians of steps taken in turn; +- is half of the range\n")
     rows = [[label, *(show(run) for run in runs)] for label, show in _ROWS]
     print(table(["budget", *(run.name for run in runs)], rows))

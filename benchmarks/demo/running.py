@@ -8,7 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -32,11 +33,21 @@ def run(command: list[str], log: Path, extra: Mapping[str, str], folder: Path) -
         SystemExit: the command failed; the end of its log is shown.
     """
     began = time.perf_counter()
+    with beside(command, log, extra, folder):
+        pass
+    return time.perf_counter() - began
+
+
+@contextmanager
+def beside(command: list[str], log: Path, extra: Mapping[str, str], folder: Path) -> Iterator[None]:
+    """Run a command, as ``run`` does, beside the block; its latest line is shown while the block's end waits for it."""
+    began = time.perf_counter()
     shown = Progress(sys.stdout)
     with log.open("wb") as stream:
         environment = {**os.environ, **extra}
         child = subprocess.Popen(command, cwd=folder, stdout=stream, stderr=subprocess.STDOUT, env=environment)
         try:
+            yield
             while child.poll() is None:
                 shown.show(time.perf_counter() - began, last_line(log))
                 time.sleep(_POLL)
@@ -50,7 +61,6 @@ def run(command: list[str], log: Path, extra: Mapping[str, str], folder: Path) -
         code = child.returncode
         print(f"{' '.join(command)}\nended with exit code {code}; the end of {log}:\n{tail}", file=sys.stderr)
         raise SystemExit(1)
-    return time.perf_counter() - began
 
 
 def last_line(log: Path) -> str:

@@ -17,6 +17,7 @@ from disco_accel.cli import (
     bound_command,
     convert_command,
     doctor_command,
+    init_command,
     merge_command,
     plan_command,
     recipe_commands,
@@ -230,6 +231,9 @@ COMMANDS: tuple[_Command, ...] = (
         doctor_command.doctor,
     ),
     _Command("launch", "run a script under accelerate and the disco_config section of --config", None, _launch),
+    _Command(
+        "init", "write a recipe for a model and the GPU that is here", init_command.init_arguments, init_command.init
+    ),
     _Command("train", "fine-tune a model as a recipe file says", None, _train),
     _Command(
         "merge", "an adapter into its base model, shard by shard", merge_command.merge_arguments, merge_command.merge

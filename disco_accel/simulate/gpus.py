@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from disco_accel.simulate.roofline import Speed
 from disco_accel.sizes import parse_size
 
 _FILE = Path(__file__).with_name("gpus.json")
+_WORD = re.compile(r"\w+")
+_SAME_MEMORY = 0.1
+"""Drivers show less memory than is on the box, and its maker may mean powers of ten."""
 _DIGITS = 2
 """Of a rate: no share of a peak is known better."""
 
@@ -44,6 +48,18 @@ def gpu_named(name: str) -> _Gpu:
 def gpu_names() -> tuple[str, ...]:
     """All that ``gpus.json`` has."""
     return tuple(_data()["gpus"])
+
+
+def gpu_like(hardware: str, memory: int) -> _Gpu | None:
+    """The GPU of ``gpus.json`` that a driver calls ``hardware``, such as "NVIDIA H100 80GB HBM3", with about ``memory``
+    bytes; None if there is none."""
+    words = set(_WORD.findall(hardware))
+    for name, row in _data()["gpus"].items():
+        label = _WORD.findall(row["label"].partition("(")[0])[1:]
+        here = memory / parse_size(row["memory"])
+        if words.issuperset(label) and "Laptop" not in words and abs(here - 1) < _SAME_MEMORY:
+            return _gpu(name)
+    return None
 
 
 @functools.cache

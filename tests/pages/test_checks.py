@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.demo.running import Progress, last_line, run
+from benchmarks.demo.running import Progress, beside, last_line, run
 from tests.pages.blocks import blocks_of, fault, inline_commands
 from tests.pages.commands import command_fault, commands_of
 
@@ -77,6 +78,19 @@ def test_a_long_command_shows_its_latest_line_and_its_end_when_it_fails(
     with pytest.raises(SystemExit):
         run(["bash", "-c", "echo what is wrong; exit 3"], log, {}, tmp_path)
     assert "exit code 3" in (told := capsys.readouterr().err) and "what is wrong" in told
+
+
+def test_a_command_beside_a_block_ends_with_it(tmp_path: Path) -> None:
+    """The block runs meanwhile, its end waits, and a fault of the block ends the command."""
+    log, mark = tmp_path / "log", tmp_path / "mark"
+    with beside(["bash", "-c", "until test -e mark; do sleep 0.01; done; touch done"], log, {}, tmp_path):
+        mark.touch()
+    assert (tmp_path / "done").exists()
+    with pytest.raises(ZeroDivisionError), beside(["bash", "-c", "echo $$; exec sleep 600"], log, {}, tmp_path):
+        while not log.read_text().endswith("\n"):
+            time.sleep(0.01)
+        raise ZeroDivisionError
+    assert not Path(f"/proc/{int(log.read_text())}").exists()
 
 
 def test_progress_is_a_line_every_few_seconds_where_nobody_rewrites_it(capsys: pytest.CaptureFixture[str]) -> None:

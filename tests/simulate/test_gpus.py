@@ -11,7 +11,7 @@ from disco_accel.errors import ConfigError
 from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.native.backend import backend_of_kind
 from disco_accel.simulate import gpus
-from disco_accel.simulate.gpus import gpu_named, gpu_names
+from disco_accel.simulate.gpus import gpu_like, gpu_named, gpu_names
 
 FIGURES = ("half", "single", "bandwidth", "link")
 
@@ -37,3 +37,22 @@ def test_the_device_of_estimates_without_a_name_is_one_of_them() -> None:
 def test_a_wrong_name_names_the_nearest_and_all() -> None:
     with pytest.raises(ConfigError, match=r"--gpu: 'H1000' is not known; did you mean h100\? give one of rtx3060"):
         gpu_named("H1000")
+
+
+@pytest.mark.parametrize(
+    ("hardware", "gib", "name"),
+    [
+        ("NVIDIA GeForce RTX 4090", 23.5, "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16, None),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 15.7, "rtx4070ti-16g"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40g"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80g"),
+        ("NVIDIA L4", 22.3, "l4"),
+        ("NVIDIA L40S", 44.5, None),
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100"),
+        ("NVIDIA H200", 139.8, "h200"),
+    ],
+)
+def test_a_driver_s_name_is_that_of_a_row_or_of_none(hardware: str, gib: float, name: str | None) -> None:
+    found = gpu_like(hardware, int(gib * (1 << 30)))
+    assert (found and found.name) == name
