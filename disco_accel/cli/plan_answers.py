@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from disco_accel.recipes.outline import Outline
     from disco_accel.simulate.machine import Machine
     from disco_accel.simulate.roofline import Speed
+    from disco_accel.step.compile.pipeline import PlannedStep
     from disco_accel.step.compile.stages import PlanRequest, StagedStep
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -232,8 +233,9 @@ class _StepAnswers:
         try:
             made = plan_in_chunks(captured.whole, asked)
         except BudgetTooSmall as error:
-            refusal = {"what": error.what, "parts": error.parts, "devices": list(error.devices)}
+            refusal = {"what": error.what, "parts": error.parts, "devices": list(error.devices), "more": error.more}
             given = {"fits": False, "budget_bytes": error.given, "needed_bytes": error.needed}
+            given["useful_budgets"] = dict(error.useful_budgets)
             return {**given, **more, **heard, "refusal": refusal}
         for note in made.planned.notes:
             say(note)
@@ -244,6 +246,7 @@ class _StepAnswers:
         result = forecast(
             planned.graph, planned.plan, asked.machine, budget, captured.names, name, copies, planned.whole
         )
+        more |= _gain(planned, result.figures, config.recompute)
         figures = _as_rates({**result.figures, **more})
         if self.options.passes:
             figures["passes"] = [each.as_dict() for each in planned.applied]
@@ -300,7 +303,8 @@ class _StepAnswers:
 def _error_of(figures: Mapping[str, Any]) -> BudgetTooSmall:
     """The refusal that ``figures`` are about."""
     needed, given, refusal = figures["needed_bytes"], figures["budget_bytes"], figures["refusal"]
-    return BudgetTooSmall(needed, given, refusal["what"], refusal["parts"], tuple(refusal["devices"]))
+    what, parts, devices, more = (refusal[key] for key in ("what", "parts", "devices", "more"))
+    return BudgetTooSmall(needed, given, what, parts, tuple(devices), figures["useful_budgets"], more)
 
 
 def _host_figures(captured: Outline, made: StagedStep, config: DiscoConfig) -> dict[str, Any]:
@@ -324,6 +328,18 @@ def _host_figures(captured: Outline, made: StagedStep, config: DiscoConfig) -> d
         "update": captured.update,
         "cut_short": planned.cut,
         "recomputation": None if planned.recomputation is None else asdict(planned.recomputation),
+    }
+
+
+def _gain(planned: PlannedStep, figures: Mapping[str, Any], recompute: str) -> dict[str, Any]:
+    """Larger budgets that are worth setting, and the gain of a little more memory."""
+    from disco_accel.plan.bound.ample_memory import ample_memory
+    from disco_accel.step.compile.useful_budgets import next_gib, useful_budgets
+
+    ample, budget = ample_memory(planned.whole, recompute), planned.budget
+    return {
+        "useful_budgets": useful_budgets(ample, budget, budget.arena),
+        "next_gib": next_gib(ample, budget, figures["reload_bytes"], figures["step_seconds"]),
     }
 
 

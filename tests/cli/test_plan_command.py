@@ -13,9 +13,9 @@ from disco_accel.cli import plan_answers
 from disco_accel.cli.main import main
 from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.files import read_memgraph, read_taskgraph
-from disco_accel.observe.plan_table import advice, size_for_people
+from disco_accel.observe.plan_table import advice
 from disco_accel.plan.summary import swapped_bytes
-from disco_accel.sizes import parse_size
+from disco_accel.sizes import parse_size, size_for_people
 from disco_accel.verify.static import verify
 from tests.cli.test_cli_recipe import CONFIG, write_recipe
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from disco_accel.plan.bound.device_facts import DeviceFacts
 
@@ -39,8 +40,8 @@ def gaps_of(facts: DeviceFacts) -> list[_Gap]:
     return gaps
 
 
-def _rows(facts: DeviceFacts, gaps: Sequence[_Gap]) -> list[int]:
-    """Return the positions that can bind: those where not everything fits, thinned out to ``_MAX_ROWS``."""
+def load_with_all_kept(facts: DeviceFacts, gaps: Sequence[_Gap]) -> npt.NDArray[np.int64]:
+    """Return the bytes on the device at each position of a step that keeps its values through all ``gaps``."""
     load = facts.needed.astype(np.int64)
     for gap in gaps:
         if gap.begin <= gap.end:
@@ -48,6 +49,12 @@ def _rows(facts: DeviceFacts, gaps: Sequence[_Gap]) -> list[int]:
         else:
             load[gap.begin :] += gap.size
             load[: gap.end] += gap.size
+    return load
+
+
+def _rows(facts: DeviceFacts, gaps: Sequence[_Gap]) -> list[int]:
+    """Return the positions that can bind: those where not everything fits, thinned out to ``_MAX_ROWS``."""
+    load = load_with_all_kept(facts, gaps)
     pressed = np.flatnonzero(load > facts.memory)
     if len(pressed) <= _MAX_ROWS:
         return [int(p) for p in pressed]

@@ -22,6 +22,7 @@ from disco_accel.measure.costs import Costs, GraphCosts
 from disco_accel.measure.fused_kernels import Fusing
 from disco_accel.measure.record import OpRecord
 from disco_accel.plan import Machine
+from disco_accel.plan.bound.ample_memory import ample_memory, useful_text
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.keep_or_recompute import Recomputation, decide
 from disco_accel.plan.plan_cache import PlanCache, PlanCacheUse, plan_fingerprint
@@ -32,6 +33,7 @@ from disco_accel.simulate.simulator import simulate
 from disco_accel.sizes import MAX_SIZE, format_size
 from disco_accel.step.compile.boundary import Boundary, shared_boundary
 from disco_accel.step.compile.budget_parts import Budget, host_memory_parts, what_it_needs
+from disco_accel.step.compile.useful_budgets import useful_budgets
 from disco_accel.verify.static import verify
 
 STEP_PASSES: tuple[GraphPass, ...] = (DEQUANTISE_AGAIN,)
@@ -140,7 +142,11 @@ def plan_step(
             needed, parts = budget.total_for(error.needed), what_it_needs(budget, error.needed, graph, step.copies)
             where = f" on device {', '.join(map(str, error.devices))}" if error.devices else ""
             what = f"memory_budget: the step{where}"
-            raise BudgetTooSmall(needed, budget.total, what, parts, error.devices) from error
+            useful: dict[str, int] = {}
+            if elsewhere is None:
+                useful = useful_budgets(ample_memory(graph, settings.recompute), budget, error.needed)
+            more = useful_text(useful, needed)
+            raise BudgetTooSmall(needed, budget.total, what, parts, error.devices, useful, more) from error
     planned = graph_of_plan(graph, plan.vertices)
     assert planned is not None, "the planner leaves out clones alone"
     notes = (cut_short(planned, plan, work, settings.machine),) if work.cut else ()
