@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from disco_accel.recipes.outline import Outline
     from disco_accel.simulate.machine import Machine
     from disco_accel.simulate.roofline import Speed
-    from disco_accel.step.compile.pipeline import PlannedStep
     from disco_accel.step.compile.stages import PlanRequest, StagedStep
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -220,8 +219,10 @@ class _StepAnswers:
     def _planned(self, total: int, folder: Path | None) -> dict[str, Any]:
         """Plan the step within ``total`` bytes, and write the plan to ``folder``."""
         from disco_accel.observe.forecast import forecast, passes_text, write_forecast
+        from disco_accel.plan.bound.larger_memory import larger_memory
         from disco_accel.step.compile.planned_step import plan_in_chunks
         from disco_accel.step.compile.stages import stages_text
+        from disco_accel.step.compile.useful_budgets import gains_of_memory
 
         captured, config = self._outlined(total), self.step.config
         say(config.without_effect)
@@ -246,7 +247,9 @@ class _StepAnswers:
         result = forecast(
             planned.graph, planned.plan, asked.machine, budget, captured.names, name, copies, planned.whole
         )
-        more |= _gain(planned, result.figures, config.recompute)
+        larger = larger_memory(planned.graph, asked.machine, planned.whole, config.recompute)
+        loads, seconds = result.figures["reload_bytes"], result.figures["step_seconds"]
+        more |= gains_of_memory(larger, planned.budget, loads, seconds)
         figures = _as_rates({**result.figures, **more})
         if self.options.passes:
             figures["passes"] = [each.as_dict() for each in planned.applied]
@@ -328,18 +331,6 @@ def _host_figures(captured: Outline, made: StagedStep, config: DiscoConfig) -> d
         "update": captured.update,
         "cut_short": planned.cut,
         "recomputation": None if planned.recomputation is None else asdict(planned.recomputation),
-    }
-
-
-def _gain(planned: PlannedStep, figures: Mapping[str, Any], recompute: str) -> dict[str, Any]:
-    """Larger budgets that are worth setting, and the gain of a little more memory."""
-    from disco_accel.plan.bound.ample_memory import ample_memory
-    from disco_accel.step.compile.useful_budgets import next_gib, useful_budgets
-
-    ample, budget = ample_memory(planned.whole, recompute), planned.budget
-    return {
-        "useful_budgets": useful_budgets(ample, budget, budget.arena),
-        "next_gib": next_gib(ample, budget, figures["reload_bytes"], figures["step_seconds"]),
     }
 
 

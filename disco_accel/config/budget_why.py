@@ -23,8 +23,7 @@ def budget_why(config: DiscoConfig, settings: Settings) -> str:
 def _of_gpu(settings: Settings, share: str) -> str:
     backends = [backend_of_kind(settings.device, index) for index in settings.gpus or (None,)]
     smallest = min(backends, key=lambda each: each.memory_bytes())
-    facts, own = smallest.facts(), smallest.tensor_bytes()[0]
-    total, free = facts["memory"], facts["free"]
+    total, free, own = smallest.memory_bytes(), smallest.free_bytes(), smallest.tensor_bytes()[0]
     among = ", the smallest of its devices" if len(backends) > 1 else ""
     return (
         f"{share} of {smallest.resolve()}'s {format_size(total)}{among}; the rest stays for the driver's context and "

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from disco_accel.observe.report import table
-from disco_accel.plan.bound.ample_memory import useful_text
+from disco_accel.plan.bound.larger_memory import useful_text
 from disco_accel.sizes import format_size, size_for_people
 
 Figures = Mapping[str, Any]

@@ -23,7 +23,7 @@ from disco_accel.graph.values import host_copy_exists
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.host_memory import bytes_of
 from disco_accel.plan import Machine
-from disco_accel.plan.bound.ample_memory import ample_memory
+from disco_accel.plan.bound.larger_memory import larger_memory
 from disco_accel.plan.keep_or_recompute import Recomputation
 from disco_accel.plan.plan_cache import PlanCacheUse
 from disco_accel.plan.summary import link_bytes, staying_bytes
@@ -32,7 +32,7 @@ from disco_accel.sizes import format_size
 from disco_accel.step.compile.boundary import boundary_of, residents_of
 from disco_accel.step.compile.budget_parts import Budget, host_memory_parts
 from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings
-from disco_accel.step.compile.useful_budgets import next_gib, useful_budgets
+from disco_accel.step.compile.useful_budgets import gains_of_memory
 from disco_accel.step.optimizer_home import TrainedBytes
 from disco_accel.step.placement.gradient_memory import GradientMemory, GradientPlaces, LeavingGradient
 from disco_accel.step.placement.shard_memory import ShardMemory
@@ -227,15 +227,12 @@ class CompiledStep:
         return max(self.compute_seconds, *(max(link_bytes(self.plan, device)) / bandwidth for device in devices))
 
     @functools.cached_property
-    def forecast(self) -> dict[str, Any]:
-        """Larger budgets that are worth setting, and the gain of a little more memory, as of ``useful_budgets``."""
-        ample = ample_memory(self.captured.graph, self.settings.recompute)
+    def gains_of_memory(self) -> dict[str, Any]:
+        """See there; found when they are asked for."""
+        machine = self.settings.machine or Machine()
+        larger = larger_memory(self.graph, machine, self.captured.graph, self.settings.recompute)
         loads, _ = link_bytes(self.plan)
-        seconds = simulate(self.plan, self.settings.machine or Machine()).makespan
-        return {
-            "useful_budgets": useful_budgets(ample, self.budget, self.budget.arena),
-            "next_gib": next_gib(ample, self.budget, loads, seconds),
-        }
+        return gains_of_memory(larger, self.budget, loads, simulate(self.plan, machine).makespan)
 
     @property
     def resident_bytes(self) -> int:

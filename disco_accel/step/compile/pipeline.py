@@ -22,7 +22,7 @@ from disco_accel.measure.costs import Costs, GraphCosts
 from disco_accel.measure.fused_kernels import Fusing
 from disco_accel.measure.record import OpRecord
 from disco_accel.plan import Machine
-from disco_accel.plan.bound.ample_memory import ample_memory, useful_text
+from disco_accel.plan.bound.larger_memory import larger_memory, useful_text
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.keep_or_recompute import Recomputation, decide
 from disco_accel.plan.plan_cache import PlanCache, PlanCacheUse, plan_fingerprint
@@ -144,7 +144,8 @@ def plan_step(
             what = f"memory_budget: the step{where}"
             useful: dict[str, int] = {}
             if elsewhere is None:
-                useful = useful_budgets(ample_memory(graph, settings.recompute), budget, error.needed)
+                larger = larger_memory(graph, settings.machine or Machine(), recompute=settings.recompute)
+                useful = useful_budgets(larger, budget, error.needed)
             more = useful_text(useful, needed)
             raise BudgetTooSmall(needed, budget.total, what, parts, error.devices, useful, more) from error
     planned = graph_of_plan(graph, plan.vertices)
