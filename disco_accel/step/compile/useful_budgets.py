@@ -35,8 +35,9 @@ def next_gib(larger: _LargerMemory, budget: Budget, loads: int, seconds: float) 
     """The gain of 1 GiB, or of a tenth of a budget below 2 GiB: ``more_bytes`` says which.
 
     ``loads``: bytes that a step of the plan in ``budget`` loads, ``seconds`` that it takes in simulated time. The
-    result has ``loads_saved_bytes``, the same part of these as of the loads that a step needs, and ``seconds`` by the
-    longer of loads and kernels. ``seconds_at_most``: no step is shorter than its kernels, each run once.
+    result has ``loads_saved_bytes``, the same part of these as of the loads that a step needs, and ``seconds``: the
+    longer of loads and kernels, or that part of all waiting. ``seconds_at_most``: no step is shorter than its kernels,
+    each run once.
     """
     more = _STEP if budget.total >= _SMALL else budget.total // _SHARE
     (link, needed), (_, rest) = (larger.loads(within.arena) for within in (budget, budget.within(budget.total + more)))
@@ -48,6 +49,6 @@ def next_gib(larger: _LargerMemory, budget: Budget, loads: int, seconds: float) 
     return {
         "more_bytes": more,
         "loads_saved_bytes": int(loads * (1.0 - left)),
-        "seconds": min(max(0.0, saved), at_most),
+        "seconds": min(max(saved, at_most * (1.0 - left)), at_most),
         "seconds_at_most": at_most,
     }
