@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from disco_accel.config.settings import DiscoConfig, Settings, local_processes
 from disco_accel.host_limits import HostLimit, host_limits, own_bytes
-from disco_accel.native.backend import backend_of_kind
 from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.sizes import format_size
 
@@ -21,6 +20,8 @@ def budget_why(config: DiscoConfig, settings: Settings) -> str:
 
 
 def _of_gpu(settings: Settings, share: str) -> str:
+    from disco_accel.native.backend import backend_of_kind
+
     backends = [backend_of_kind(settings.device, index) for index in settings.gpus or (None,)]
     smallest = min(backends, key=lambda each: each.memory_bytes())
     total, free, own = smallest.memory_bytes(), smallest.free_bytes(), smallest.tensor_bytes()[0]

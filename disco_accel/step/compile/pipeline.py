@@ -139,15 +139,7 @@ def plan_step(
             else:
                 plan, passes = decide(graph, settings.machine or Machine(), work, **asked)
         except BudgetTooSmall as error:
-            needed, parts = budget.total_for(error.needed), what_it_needs(budget, error.needed, graph, step.copies)
-            where = f" on device {', '.join(map(str, error.devices))}" if error.devices else ""
-            what = f"memory_budget: the step{where}"
-            useful: dict[str, int] = {}
-            if elsewhere is None:
-                larger = larger_memory(graph, settings.machine or Machine(), recompute=settings.recompute)
-                useful = useful_budgets(larger, budget, error.needed)
-            more = useful_text(useful, needed)
-            raise BudgetTooSmall(needed, budget.total, what, parts, error.devices, useful, more) from error
+            raise _told(error, step, budget, settings, names_more=elsewhere is None) from error
     planned = graph_of_plan(graph, plan.vertices)
     assert planned is not None, "the planner leaves out clones alone"
     notes = (cut_short(planned, plan, work, settings.machine),) if work.cut else ()
@@ -162,6 +154,22 @@ def plan_step(
     recomputation = Recomputation.of(graph, planned, plan, step.offered)
     made = PlannedStep(planned, plan, budget, use, applied, seconds, work.cut, notes, graph, recomputation)
     return with_fused_kernels(step, at_boundary(step, made, settings, elsewhere), settings, elsewhere)
+
+
+def _told(
+    error: BudgetTooSmall, step: CapturedStep, budget: Budget, settings: PlannerSettings, *, names_more: bool
+) -> BudgetTooSmall:
+    """``error`` with whole budgets in the place of arenas. ``names_more``: with larger ones, which take a moment to
+    find."""
+    graph, needed = step.graph, budget.total_for(error.needed)
+    useful: dict[str, int] = {}
+    if names_more:
+        larger = larger_memory(graph, settings.machine or Machine(), recompute=settings.recompute)
+        useful = useful_budgets(larger, budget, error.needed)
+    where = f" on device {', '.join(map(str, error.devices))}" if error.devices else ""
+    what, parts = f"memory_budget: the step{where}", what_it_needs(budget, error.needed, graph, step.copies)
+    more = useful_text(useful, needed)
+    return BudgetTooSmall(needed, budget.total, what, parts, error.devices, useful, more)
 
 
 def at_boundary(

@@ -23,8 +23,8 @@ def gains_of_memory(larger: _LargerMemory, budget: Budget, loads: int, seconds: 
 
 
 def useful_budgets(larger: _LargerMemory, budget: Budget, arena: int) -> dict[str, int]:
-    """Whole budgets, in bytes, beyond the one that leaves ``arena`` to a plan: ``half_loads``, in which a step needs
-    about half of its loads; ``all_stays``, in which all values stay on the device and nothing is computed again."""
+    """Whole budgets in bytes, beyond the one that leaves ``arena`` to a plan. In ``half_loads`` a step needs about half
+    of its loads. In ``all_stays`` all values stay on the device, and nothing is computed again."""
     if larger.ample < _NEAR * arena:
         return {}
     arenas = {HALF_LOADS: larger.half_loads(arena), ALL_STAYS: larger.ample}
