@@ -236,8 +236,8 @@ class _StepAnswers:
         except BudgetTooSmall as error:
             refusal = {"what": error.what, "parts": error.parts, "devices": list(error.devices), "more": error.more}
             given = {"fits": False, "budget_bytes": error.given, "needed_bytes": error.needed}
-            given["useful_budgets"] = dict(error.useful_budgets)
-            return {**given, **more, **heard, "refusal": refusal}
+            useful = {"useful_budgets": dict(error.useful_budgets)}
+            return {**given, **useful, **more, **heard, "refusal": refusal}
         for note in made.planned.notes:
             say(note)
         captured = replace(captured, captured=made.captured)
