@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 
 class DiscoError(Exception):
@@ -48,24 +50,41 @@ class BudgetTooSmall(PlanError, RuntimeError):
 
     ``needed`` is the smallest arena, in bytes, for which the planner found a plan; ``given``: the one that it got.
     ``parts``: the uses of the bytes that are needed, in words. Of several devices ``devices`` are those that are short,
-    by id, if not all are: the others need no more than they have.
+    by id, if not all are: the others need no more than they have. ``useful_budgets``: larger ones that are worth
+    setting, as of ``step/compile/useful_budgets.py``; ``more``: the same as a sentence.
     """
 
     def __init__(
-        self, needed: int, given: int, what: str = "the step", parts: str = "", devices: tuple[int, ...] = ()
+        self,
+        needed: int,
+        given: int,
+        what: str = "the step",
+        parts: str = "",
+        devices: tuple[int, ...] = (),
+        useful_budgets: Mapping[str, int] = MappingProxyType({}),
+        more: str = "",
     ) -> None:
         # Rounded up, so that the short form works too when it is copied into a budget.
         short = f"{-(-needed * 100 // (1 << 20)) / 100:.2f}MiB"
         why = f" It takes {parts}" if parts else ""
+        end = f"{'.' if parts else ''} {more}" if more else ""
         super().__init__(
             f"{what} needs at least {needed} bytes ({short}) of device memory, but is given {given} and would run out "
-            f"of memory.{why}"
+            f"of memory.{why}{end}"
         )
         self.needed = needed
         self.given = given
         self.what = what
         self.parts = parts
         self.devices = devices
+        self.useful_budgets = useful_budgets
+        self.more = more
+
+    def with_parts(self, parts: str) -> BudgetTooSmall:
+        """A new error with other ``parts``, and without a traceback."""
+        return BudgetTooSmall(
+            self.needed, self.given, self.what, parts, self.devices, dict(self.useful_budgets), self.more
+        )
 
 
 class ExecutionError(DiscoError):

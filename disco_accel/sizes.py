@@ -54,3 +54,12 @@ def format_size(size: int) -> str:
             whole, rest = divmod(magnitude, scale)
             return f"{sign}{whole}{unit}" if rest == 0 else f"{sign}{magnitude / scale:.2f}{unit}"
     return f"{sign}{magnitude}B"
+
+
+def size_for_people(size: int) -> str:
+    """``size`` as ``format_size`` writes it, but rounded up: a budget that is copied from it is large enough."""
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale and size % scale:
+            hundredths = -(-size * 100 // scale)
+            return f"{hundredths // 100}.{hundredths % 100:02}{unit}"
+    return format_size(size)

@@ -219,8 +219,10 @@ class _StepAnswers:
     def _planned(self, total: int, folder: Path | None) -> dict[str, Any]:
         """Plan the step within ``total`` bytes, and write the plan to ``folder``."""
         from disco_accel.observe.forecast import forecast, passes_text, write_forecast
+        from disco_accel.plan.bound.larger_memory import larger_memory
         from disco_accel.step.compile.planned_step import plan_in_chunks
         from disco_accel.step.compile.stages import stages_text
+        from disco_accel.step.compile.useful_budgets import gains_of_memory
 
         captured, config = self._outlined(total), self.step.config
         say(config.without_effect)
@@ -232,9 +234,10 @@ class _StepAnswers:
         try:
             made = plan_in_chunks(captured.whole, asked)
         except BudgetTooSmall as error:
-            refusal = {"what": error.what, "parts": error.parts, "devices": list(error.devices)}
+            refusal = {"what": error.what, "parts": error.parts, "devices": list(error.devices), "more": error.more}
             given = {"fits": False, "budget_bytes": error.given, "needed_bytes": error.needed}
-            return {**given, **more, **heard, "refusal": refusal}
+            useful = {"useful_budgets": dict(error.useful_budgets)}
+            return {**given, **useful, **more, **heard, "refusal": refusal}
         for note in made.planned.notes:
             say(note)
         captured = replace(captured, captured=made.captured)
@@ -244,6 +247,9 @@ class _StepAnswers:
         result = forecast(
             planned.graph, planned.plan, asked.machine, budget, captured.names, name, copies, planned.whole
         )
+        larger = larger_memory(planned.graph, asked.machine, planned.whole, config.recompute)
+        loads, seconds = result.figures["reload_bytes"], result.figures["step_seconds"]
+        more |= gains_of_memory(larger, planned.budget, loads, seconds)
         figures = _as_rates({**result.figures, **more})
         if self.options.passes:
             figures["passes"] = [each.as_dict() for each in planned.applied]
@@ -300,7 +306,8 @@ class _StepAnswers:
 def _error_of(figures: Mapping[str, Any]) -> BudgetTooSmall:
     """The refusal that ``figures`` are about."""
     needed, given, refusal = figures["needed_bytes"], figures["budget_bytes"], figures["refusal"]
-    return BudgetTooSmall(needed, given, refusal["what"], refusal["parts"], tuple(refusal["devices"]))
+    what, parts, devices, more = (refusal[key] for key in ("what", "parts", "devices", "more"))
+    return BudgetTooSmall(needed, given, what, parts, tuple(devices), figures["useful_budgets"], more)
 
 
 def _host_figures(captured: Outline, made: StagedStep, config: DiscoConfig) -> dict[str, Any]:

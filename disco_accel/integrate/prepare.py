@@ -14,6 +14,7 @@ import torch
 
 from disco_accel.capture.autocast import autocast_state
 from disco_accel.capture.parts import run_first_forward_changes
+from disco_accel.config.budget_why import budget_why
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, StoreFull
 from disco_accel.integrate.accelerate.trainer_runs import follow_trainers
@@ -24,6 +25,7 @@ from disco_accel.integrate.hf.planned_forward import planned_forward
 from disco_accel.integrate.hf.step_output import StepOutput
 from disco_accel.native.backend import run_device
 from disco_accel.native.out_of_memory import typed_out_of_memory
+from disco_accel.observe.log_to_stderr import say
 from disco_accel.shortage import met_shortage
 from disco_accel.step.budget.moving_budget import retry_on_budget_change
 from disco_accel.step.capture_lock import in_capture
@@ -225,7 +227,7 @@ def _drop_copied_patch(model: torch.nn.Module) -> None:
 def _attach(state: Session, model: torch.nn.Module) -> None:
     setup = state.setup
     budget, masters = setup.settings.memory_budget, keeps_masters(setup.config)
-    state.reports.messages.prepared(model, budget, setup.device, setup.optimizer, masters)
+    state.reports.messages.prepared(model, budget, setup.device, setup.optimizer, masters, state.budget_why)
     if setup.trained_on_host and setup.config.optimizer == "auto":
         state.reports.messages.host_by_size()
     state.placement.apply()
@@ -321,7 +323,12 @@ def set_memory_budget(model: torch.nn.Module, budget: int | str) -> None:
             f"memory_budget: {budget} cannot be set on a model that runs with {config.memory_budget}: shared "
             "budgets are what a store grants; prepare(model, config) again with the other one"
         )
-    state.budgets.grant.set(replace(config, memory_budget=budget).resolve().memory_budget)
+    asked = replace(config, memory_budget=budget)
+    settings = asked.resolve()
+    state.budget_why = budget_why(asked, settings)
+    if state.budget_why:
+        say(f"{state.reports.messages.name}: {state.budget_why}")
+    state.budgets.grant.set(settings.memory_budget)
     state.budgets.shrink_if_idle()
 
 

@@ -83,6 +83,9 @@ class Backend(Protocol):
     def memory_bytes(self) -> int:
         """All memory of the device, or as much as this process may use of it."""
 
+    def free_bytes(self) -> int:
+        """The part of ``memory_bytes`` that nobody uses now."""
+
     def facts(self) -> dict[str, Any]:
         """Kind, name, memory in bytes and further facts for ``doctor``."""
 

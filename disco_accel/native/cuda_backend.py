@@ -87,6 +87,9 @@ class CudaBackend:
     def memory_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.device.index)[1])
 
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.device.index)[0])
+
     def facts(self) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(self.device)
         free, total = torch.cuda.mem_get_info(self.device.index)

@@ -82,6 +82,9 @@ class HostBackend:
     def memory_bytes(self) -> int:
         return min(limit.total for limit in host_limits())
 
+    def free_bytes(self) -> int:
+        return min(limit.left for limit in host_limits())
+
     def facts(self) -> dict[str, Any]:
         return {"kind": HOST.name, "name": _processor(), "memory": self.memory_bytes()}
 

@@ -64,7 +64,21 @@ def headline(step: _Step, gaps: Sequence[_Gap], lanes: Mapping[Lane, Sequence[Tr
     cards += [["loaded each step", format_size(loaded)], ["saved each step", format_size(saved)]]
     cards.append(["peak of the budget", f"{format_size(used)} of {format_size(figures.total)}"])
     words.append(_limit(step, gaps, lanes))
+    words += _more_memory(figures.more.get("next_gib"))
     return {"cards": cards, "words": words}
+
+
+def _more_memory(gain: object) -> list[str]:
+    """The gain of a little more memory, from ``next_gib`` as a file has it."""
+    if not isinstance(gain, dict):
+        return []
+    match [gain.get(key) for key in ("more_bytes", "loads_saved_bytes", "seconds")]:
+        case [int(more), int(saved), int() | float() as seconds] if saved > 0:
+            return [
+                f"With {format_size(more)} more memory it would load about {format_size(saved)} less and take about "
+                f"{seconds_text(seconds)} less, by estimate."
+            ]
+    return []
 
 
 def _source(step: _Step) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from disco_accel.observe.report import table
-from disco_accel.sizes import format_size
+from disco_accel.plan.bound.larger_memory import useful_text
+from disco_accel.sizes import format_size, size_for_people
 
 Figures = Mapping[str, Any]
 
@@ -78,15 +79,6 @@ def _row(each: Figures) -> list[str]:
     ]
 
 
-def size_for_people(size: int) -> str:
-    """``size`` as ``format_size`` writes it, but rounded up: a budget that is copied from it is large enough."""
-    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= scale and size % scale:
-            hundredths = -(-size * 100 // scale)
-            return f"{hundredths // 100}.{hundredths % 100:02}{unit}"
-    return format_size(size)
-
-
 def advice(answers: Sequence[Figures]) -> str:
     """One sentence: the budget to take, or the remedy."""
     fits = sorted((each for each in answers if each["fits"]), key=lambda each: each["budget_bytes"])
@@ -119,10 +111,12 @@ def _remedy(refused: Sequence[Figures]) -> str:
     needed = min((each["needed_bytes"] for each in refused if "needed_bytes" in each), default=None)
     if needed is None:
         return "More host memory is needed, or a form of the weights that takes less (--quant)."
-    return (
+    text = (
         f"It fits from {size_for_people(needed)} on; fewer tokens (--batch, --seq) or large kernels in chunks "
         "(--chunks auto) need less."
     )
+    more = next((each["refusal"]["more"] for each in refused if each.get("needed_bytes") == needed), "")
+    return f"{text} {more}." if more else text
 
 
 def _of_one(only: Figures) -> str:
@@ -130,10 +124,22 @@ def _of_one(only: Figures) -> str:
     if only["limit"] == "link":
         return (
             f"The link limits this step: kernels take as long from about {hidden} tokens a step on, and it has "
-            f"{only['tokens']}; more tokens, a larger budget or --quant help."
+            f"{only['tokens']}; more tokens, a larger budget or --quant help. {_more_memory(only)}"
         )
     if not only["reload_bytes"]:
         return f"All weights stay on the device, and the step takes {size_for_people(only['peak_bytes'])} of it."
     if only["ratio"] <= _AS_FAST:
         return f"Kernels limit this step, {over:.0%} over the bound: more memory gains little."
-    return f"Kernels limit this step, {over:.0%} over the bound; --budget all shows the gain of more memory."
+    return f"Kernels limit this step, {over:.0%} over the bound. {_more_memory(only)}"
+
+
+def _more_memory(only: Figures) -> str:
+    """The gain of a larger budget, in a sentence or two."""
+    gain, useful = only["next_gib"], only["useful_budgets"]
+    words = [
+        f"With {format_size(gain['more_bytes'])} more it loads about {format_size(gain['loads_saved_bytes'])} less and "
+        f"takes about {gain['seconds']:.3g} s less, {gain['seconds_at_most']:.3g} s at most with any budget."
+    ]
+    if useful:
+        words.append(f"{useful_text(useful, only['budget_bytes'])}.")
+    return " ".join(words)

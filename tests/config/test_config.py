@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from disco_accel.config import budget_why as reasons
 from disco_accel.config import settings as module
 from disco_accel.config.keys import PARSERS
 from disco_accel.config.settings import DiscoConfig, host_memory_bytes, split_yaml
@@ -240,6 +241,45 @@ def test_resolve_turns_shares_into_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
     settings = DiscoConfig(device="cpu", memory_budget="25%", host_memory="auto").resolve()
     assert (settings.device, settings.memory_budget, settings.host_memory) == ("cpu", 250 << 20, 700 << 20)
     assert DiscoConfig(device="cpu").resolve().memory_budget == 500 << 20
+
+
+@pytest.mark.parametrize(("left", "warned"), [(600, False), (200, True)])
+def test_a_budget_that_is_no_size_is_explained(left: int, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the limit that it is a share of, and the bytes that others use; a size and a store's are not."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    for each in (module, reasons):
+        monkeypatch.setattr(each, "host_limits", lambda: [HostLimit("a control group (/x)", 1000 << 20, left << 20)])
+        monkeypatch.setattr(each, "own_bytes", lambda: 100 << 20)
+
+    def why(budget: str, **keys: Any) -> str:
+        config = DiscoConfig(device="cpu", memory_budget=budget, **keys)
+        return reasons.budget_why(config, config.resolve())
+
+    assert why("100MiB") == why("shared") == ""
+    said = why("auto")
+    assert said.startswith("memory_budget auto: 500MiB is 50% of 1000MiB, a control group (/x); ")
+    assert f"other programs, which use {900 - left}MiB now" in said
+    assert ("only 300MiB can be had" in said) == warned
+    assert "memory_budget 25%: 125MiB is 25% of 1000MiB, a control group (/x), for each of 2 devices; " in why(
+        "25%", devices=2
+    )
+
+
+@pytest.mark.parametrize(("free", "warned"), [(70, False), (20, True)])
+def test_the_share_of_a_gpu_is_explained(free: int, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the smallest one, with the bytes that neither are free nor this process's tensors have."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free << 30, (100 - 20 * (device or 0)) << 30))
+    allocated = {"allocated_bytes": {"all": {"current": 4 << 30, "peak": 4 << 30}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device=None: allocated)
+    config = DiscoConfig(device="cuda", devices=2)
+    said = reasons.budget_why(config, config.resolve())
+    assert said.startswith("memory_budget auto: 72GiB is 90% of cuda:1's 80GiB, the smallest of its devices; ")
+    assert f"{80 - free - 4}GiB are in use now outside of this process's tensors" in said
+    assert (f"only {free + 4}GiB can be had" in said) == warned
 
 
 @pytest.mark.parametrize("key", ["memory_budget", "host_memory"])

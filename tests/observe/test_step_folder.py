@@ -11,7 +11,7 @@ import pytest
 from disco_accel.errors import ConfigError
 from disco_accel.observe.report import write_report
 from disco_accel.observe.step_facts import _StepFacts
-from disco_accel.observe.step_folder import read_step
+from disco_accel.observe.step_folder import _Step, figures_of, read_step
 from disco_accel.observe.step_model import step_model
 from tests.observe import traced_step as small
 
@@ -51,9 +51,27 @@ def test_the_model_has_the_plan_s_figures(folder: Path) -> None:
     assert model["memory"][0]["peak"] == 1536
     assert [model["texts"][model["values"][m["value"]]] for m in model["moved"]] == ["w1 1", "mm 2 of layers.0"]
     said = " ".join(model["headline"]["words"])
-    assert "measured" in said and "1.333 times" in said
+    assert "measured" in said and "1.333 times" in said and "more memory" not in said
     assert ["Computed again", "1 kernels repeat an earlier one: 1 s."] in model["choices"]
     assert ["Fused", "1 kernels compute 3 calls."] in model["choices"]
+
+
+@pytest.mark.parametrize(
+    ("gain", "said"),
+    [
+        ([1 << 30, 3 << 20, 0.002], "With 1GiB more memory it would load about 3MiB less and take about 2 ms less, by"),
+        ([1 << 30, 0, 0.0], ""),
+        (["1GiB", 3 << 20, 0.002], ""),
+        (None, ""),
+    ],
+)
+def test_the_gain_of_more_memory_is_told_where_there_is_one(gain: list[object] | None, said: str) -> None:
+    """From figures of a file, which may hold anything."""
+    names = ("more_bytes", "loads_saved_bytes", "seconds")
+    own = {"next_gib": gain if gain is None else dict(zip(names, gain, strict=True))}
+    model = step_model(_Step(small.plan(), small.events(), FACTS, "measured", figures_of({**STATS, **own})))
+    words = " ".join(model["headline"]["words"])
+    assert said in words and ("by estimate" in words) == bool(said)
 
 
 def damaged(folder: Path, name: str, change) -> None:

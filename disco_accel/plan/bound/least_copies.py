@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from disco_accel.plan.bound.device_facts import DeviceFacts
 
@@ -39,8 +40,8 @@ def gaps_of(facts: DeviceFacts) -> list[_Gap]:
     return gaps
 
 
-def _rows(facts: DeviceFacts, gaps: Sequence[_Gap]) -> list[int]:
-    """Return the positions that can bind: those where not everything fits, thinned out to ``_MAX_ROWS``."""
+def load_with_all_kept(facts: DeviceFacts, gaps: Sequence[_Gap]) -> npt.NDArray[np.int64]:
+    """Return the bytes on the device at each position of a step that keeps its values through all ``gaps``."""
     load = facts.needed.astype(np.int64)
     for gap in gaps:
         if gap.begin <= gap.end:
@@ -48,10 +49,16 @@ def _rows(facts: DeviceFacts, gaps: Sequence[_Gap]) -> list[int]:
         else:
             load[gap.begin :] += gap.size
             load[: gap.end] += gap.size
+    return load
+
+
+def _rows(facts: DeviceFacts, gaps: Sequence[_Gap], most: int) -> list[int]:
+    """Return the positions that can bind: those where not everything fits, thinned out to ``most``."""
+    load = load_with_all_kept(facts, gaps)
     pressed = np.flatnonzero(load > facts.memory)
-    if len(pressed) <= _MAX_ROWS:
+    if len(pressed) <= most:
         return [int(p) for p in pressed]
-    parts = np.array_split(pressed, _MAX_ROWS)
+    parts = np.array_split(pressed, most)
     return [int(part[np.argmax(facts.needed[part])]) for part in parts]
 
 
@@ -68,7 +75,7 @@ def least_loads(facts: DeviceFacts) -> tuple[float, float]:
     return least_copies(facts, loads=True, backs=False)
 
 
-def least_copies(facts: DeviceFacts, *, loads: bool, backs: bool) -> tuple[float, float]:
+def least_copies(facts: DeviceFacts, *, loads: bool, backs: bool, most_rows: int = _MAX_ROWS) -> tuple[float, float]:
     """Return seconds and bytes that ``loads`` from the host, copies ``back`` to it, or both take at least in a step, by
     linear programming. Values that the host updates are loaded once besides.
 
@@ -76,13 +83,13 @@ def least_copies(facts: DeviceFacts, *, loads: bool, backs: bool) -> tuple[float
     the inputs and outputs of its vertex. Bytes that are not kept are reloaded, and written back before where a kernel
     has changed them. One write-back serves all gaps behind a change, so only the gap around the step boundary is
     counted. The step is a ring: values on the device at its end are there at its start. Bytes that are written back and
-    reloaded count twice.
+    reloaded count twice. ``most_rows``: positions that are looked at; fewer leave it a bound.
     """
     link = facts.loads
     host_updated = facts.host_updated if loads else []
     always = sum(host_updated) / link.bandwidth + len(host_updated) * link.latency
     gaps = gaps_of(facts)
-    rows = _rows(facts, gaps)
+    rows = _rows(facts, gaps, most_rows)
     if not rows:
         return always, sum(host_updated)
     spans = _spans(facts, gaps, rows)

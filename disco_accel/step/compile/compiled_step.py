@@ -22,13 +22,17 @@ from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorArg, TensorSpec, V
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.host_memory import bytes_of
+from disco_accel.plan import Machine
+from disco_accel.plan.bound.larger_memory import larger_memory
 from disco_accel.plan.keep_or_recompute import Recomputation
 from disco_accel.plan.plan_cache import PlanCacheUse
 from disco_accel.plan.summary import link_bytes, staying_bytes
+from disco_accel.simulate.simulator import simulate
 from disco_accel.sizes import format_size
 from disco_accel.step.compile.boundary import boundary_of, residents_of
 from disco_accel.step.compile.budget_parts import Budget, host_memory_parts
 from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings
+from disco_accel.step.compile.useful_budgets import gains_of_memory
 from disco_accel.step.optimizer_home import TrainedBytes
 from disco_accel.step.placement.gradient_memory import GradientMemory, GradientPlaces, LeavingGradient
 from disco_accel.step.placement.shard_memory import ShardMemory
@@ -221,6 +225,14 @@ class CompiledStep:
             return self.compute_seconds
         devices = (device.id for device in self.plan.devices if not device.is_host_device)
         return max(self.compute_seconds, *(max(link_bytes(self.plan, device)) / bandwidth for device in devices))
+
+    @functools.cached_property
+    def gains_of_memory(self) -> dict[str, Any]:
+        """See there; found when they are asked for."""
+        machine = self.settings.machine or Machine()
+        larger = larger_memory(self.graph, machine, self.captured.graph, self.settings.recompute)
+        loads, _ = link_bytes(self.plan)
+        return gains_of_memory(larger, self.budget, loads, simulate(self.plan, machine).makespan)
 
     @property
     def resident_bytes(self) -> int:

@@ -22,6 +22,7 @@ from disco_accel.measure.costs import Costs, GraphCosts
 from disco_accel.measure.fused_kernels import Fusing
 from disco_accel.measure.record import OpRecord
 from disco_accel.plan import Machine
+from disco_accel.plan.bound.larger_memory import larger_memory, useful_text
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.keep_or_recompute import Recomputation, decide
 from disco_accel.plan.plan_cache import PlanCache, PlanCacheUse, plan_fingerprint
@@ -32,6 +33,7 @@ from disco_accel.simulate.simulator import simulate
 from disco_accel.sizes import MAX_SIZE, format_size
 from disco_accel.step.compile.boundary import Boundary, shared_boundary
 from disco_accel.step.compile.budget_parts import Budget, host_memory_parts, what_it_needs
+from disco_accel.step.compile.useful_budgets import useful_budgets
 from disco_accel.verify.static import verify
 
 STEP_PASSES: tuple[GraphPass, ...] = (DEQUANTISE_AGAIN,)
@@ -137,10 +139,7 @@ def plan_step(
             else:
                 plan, passes = decide(graph, settings.machine or Machine(), work, **asked)
         except BudgetTooSmall as error:
-            needed, parts = budget.total_for(error.needed), what_it_needs(budget, error.needed, graph, step.copies)
-            where = f" on device {', '.join(map(str, error.devices))}" if error.devices else ""
-            what = f"memory_budget: the step{where}"
-            raise BudgetTooSmall(needed, budget.total, what, parts, error.devices) from error
+            raise _told(error, step, budget, settings, names_more=elsewhere is None) from error
     planned = graph_of_plan(graph, plan.vertices)
     assert planned is not None, "the planner leaves out clones alone"
     notes = (cut_short(planned, plan, work, settings.machine),) if work.cut else ()
@@ -155,6 +154,22 @@ def plan_step(
     recomputation = Recomputation.of(graph, planned, plan, step.offered)
     made = PlannedStep(planned, plan, budget, use, applied, seconds, work.cut, notes, graph, recomputation)
     return with_fused_kernels(step, at_boundary(step, made, settings, elsewhere), settings, elsewhere)
+
+
+def _told(
+    error: BudgetTooSmall, step: CapturedStep, budget: Budget, settings: PlannerSettings, *, names_more: bool
+) -> BudgetTooSmall:
+    """``error`` with whole budgets in the place of arenas. ``names_more``: with larger ones, which take a moment to
+    find."""
+    graph, needed = step.graph, budget.total_for(error.needed)
+    useful: dict[str, int] = {}
+    if names_more:
+        larger = larger_memory(graph, settings.machine or Machine(), recompute=settings.recompute)
+        useful = useful_budgets(larger, budget, error.needed)
+    where = f" on device {', '.join(map(str, error.devices))}" if error.devices else ""
+    what, parts = f"memory_budget: the step{where}", what_it_needs(budget, error.needed, graph, step.copies)
+    more = useful_text(useful, needed)
+    return BudgetTooSmall(needed, budget.total, what, parts, error.devices, useful, more)
 
 
 def at_boundary(

@@ -160,4 +160,4 @@ def _require_room(state: Session, key: tuple[Hashable, ...]) -> None:
     if state.budgets.grant.total > total:
         del state.calls.too_small[key]
         return
-    raise BudgetTooSmall(known.needed, known.given, known.what, known.parts, known.devices)
+    raise known.with_parts(known.parts)

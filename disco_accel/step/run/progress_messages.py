@@ -38,9 +38,16 @@ class ProgressMessages(Observer):
         """When the making of each plan, or the attempt, began and ended, in ``time.time()``."""
 
     def prepared(
-        self, model: torch.nn.Module, budget: int, device: torch.device, optimizer: OptimizerHome, masters: bool
+        self,
+        model: torch.nn.Module,
+        budget: int,
+        device: torch.device,
+        optimizer: OptimizerHome,
+        masters: bool,
+        why: str,
     ) -> None:
-        """Said before weights move, which takes a while for large ones. ``masters``: weights have fp32 ones."""
+        """Said before weights move, which takes a while for large ones. ``masters``: weights have fp32 ones. ``why``:
+        about a budget that is not a size."""
         sizes = TrainedBytes.of(model, masters)
         there = ""
         if optimizer is OptimizerHome.HOST:
@@ -54,6 +61,8 @@ class ProgressMessages(Observer):
             f"{self.name}: {format_size(sizes.frozen)} of frozen weights go to the host, {format_size(sizes.weights)} "
             f"are trained{there}; budget {format_size(budget)} on {device.type}"
         )
+        if why:
+            say(f"{self.name}: {why}")
 
     def host_by_size(self) -> None:
         """Said where ``optimizer: auto`` means the host."""

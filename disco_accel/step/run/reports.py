@@ -93,6 +93,7 @@ def plan_figures(step: CompiledStep, link_bandwidth: float | None) -> dict[str, 
         "launches": int(counters["launches"]),
         "launch_graphs": step.executor.launch_graphs(),
         "engine": counters,
+        **step.gains_of_memory,
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from disco_accel.config.budget_why import budget_why
 from disco_accel.config.machine_devices import numbers_on_machine, run_of_launcher
 from disco_accel.config.settings import DiscoConfig, Settings, shared_weights_folder
 from disco_accel.errors import BudgetTooSmall
@@ -128,6 +129,8 @@ class Session:
     def __init__(self, model: torch.nn.Module, config: DiscoConfig, frontend: Frontend, *, trains: bool = True) -> None:
         show_messages(config.quiet)
         self.setup = setup = _ModelSetup.of(model, config, frontend, trains=trains)
+        self.budget_why = budget_why(config, setup.settings)
+        """Of a budget that is not a size, for the user; "" otherwise."""
         self.reports = Reports(model, frontend.observer, config.report_dir, setup.settings.link_bandwidth)
         say_once, made = self.reports.say_once, self.reports.on_plan
         self.memory = EngineMemory(setup.device, setup.settings.gpus, setup.host_claims)
@@ -177,7 +180,7 @@ class Session:
         result: dict[str, Any] = {**self.reports.counts.as_dict(), **frontend.stats(), **self.updates.stats()}
         result |= self.gradients.accumulation.stats() | self.gradients.norms.stats()
         result |= self.placement.stats()
-        result["budget_bytes"] = self.budgets.grant.total
+        result["budget_bytes"], result["budget_why"] = self.budgets.grant.total, self.budget_why
         result |= self.budgets.stats()
         if claims is not None:
             result["host_held_bytes"] = claims.held

@@ -180,7 +180,7 @@ def plan_of(
         if not setup.sizes.rounded:
             raise
         more = f"; fp32 masters and moments take {format_size(setup.sizes.beside)} more there"
-        raise BudgetTooSmall(error.needed, error.given, error.what, error.parts + more) from error
+        raise error.with_parts(error.parts + more) from error
     # What the forward changed it has changed: this plan was for the state before.
     found_again, plans = not state.calls.effects.lasting, state.memory.plans
     plans[(*key, step.budget.total) if found_again else (*key, len(plans), step.budget.total)] = step
