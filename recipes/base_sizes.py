@@ -90,7 +90,7 @@ def _stored(found: FoundModel, config: Any) -> PackedForm | None:
         method = (found.config.get("quantization_config") or {}).get("quant_method", "an unknown library")
         raise ConfigError(
             f"MODEL: {found.name}: its weights are packed by {method}, and nobody here knows their sizes; give a "
-            "checkpoint in bfloat16, or one packed by bitsandbytes"
+            "checkpoint in bfloat16, or one packed in NF4"
         ) from None
 
 

@@ -21,8 +21,6 @@ from typing import NamedTuple
 from disco_accel.sizes import format_size
 
 RANK = 16
-INSTALL = "pip install bitsandbytes"
-"""The end of the reason of weights that would be packed if the library were there."""
 _ROW = 1024
 _LONGEST = 4096
 _SHORTEST = 128
@@ -70,7 +68,8 @@ class BaseSizes(NamedTuple):
 class Target(NamedTuple):
     """The device that trains. ``what`` in words; ``half``: FLOP/s, ``link``: bytes/s each way. ``budget``: bytes; its
     key has the value ``budget_key`` for the reason ``why``. ``host``: bytes of host memory, None: any; its key has
-    ``host_key``, if any. ``on_host``: it is the host device. ``can_pack``: bitsandbytes is there."""
+    ``host_key``, if any. ``on_host``: it is the host device. ``lacking``: the package that packs in NF4, where
+    it is not installed."""
 
     what: str
     half: float
@@ -81,7 +80,12 @@ class Target(NamedTuple):
     host: int | None = None
     host_key: str = ""
     on_host: bool = False
-    can_pack: bool = False
+    lacking: str = ""
+
+    @property
+    def install(self) -> str:
+        """The end of the reason of weights that would be packed if the library were there."""
+        return f"pip install {self.lacking}"
 
 
 class DataFacts(NamedTuple):
@@ -193,8 +197,8 @@ def _form(base: BaseSizes, target: Target, length: int, rows: list[int]) -> tupl
         why = f"as {base.dtype} they take {format_size(base.bytes)} of host memory, of {there}"
     if base.packed >= _WORTH * base.bytes:
         return False, rows[-1], f"{why}; NF4 packs linear layers, which this model has few of"
-    if not target.can_pack:
-        return False, rows[-1], f"{why}; true after: {INSTALL}"
+    if target.lacking:
+        return False, rows[-1], f"{why}; true after: {target.install}"
     smallest = [n for n in rows if _is_hidden(base, target, n * length)] or rows[-1:]
     return True, smallest[0], f"{format_size(base.packed)} in NF4; {why}"
 

@@ -118,6 +118,8 @@ def _target(device: _Device, options: argparse.Namespace) -> Target:
     from disco_accel.graph.spaces import TO_DEVICE
     from disco_accel.host_limits import host_limits
     from disco_accel.native.backend import backend_of_kind
+    from disco_accel.quantised.forms import PackedForm
+    from disco_accel.quantised.libraries import library_of_form
     from disco_accel.recipes.first_recipe import Target
 
     kind, memory = DEVICE_TYPES[device.kind], min(limit.total for limit in host_limits())
@@ -136,6 +138,7 @@ def _target(device: _Device, options: argparse.Namespace) -> Target:
         why = f"nine tenths of {format_size(total)}: all that training holds on the device"
     # The machine of a GPU by its name is another one, of which nothing is known.
     left = memory - given if on_host else memory if device.name in (None, "this") else None
+    packer = library_of_form(PackedForm.NF4)
     return Target(
         what="the host device: no GPU is here" if on_host else speed.name,
         half=speed.half,
@@ -146,7 +149,7 @@ def _target(device: _Device, options: argparse.Namespace) -> Target:
         host=left if options.host_memory is None else _size("--host-memory", options.host_memory),
         host_key=options.host_memory or "",
         on_host=on_host,
-        can_pack=importlib.util.find_spec("bitsandbytes") is not None,
+        lacking="" if importlib.util.find_spec(packer.module) else packer.package,
     )
 
 
@@ -161,11 +164,11 @@ def _planned(
     """
     from disco_accel.config.settings import DiscoConfig
     from disco_accel.config.strict_yaml import parse_yaml
-    from disco_accel.recipes.first_recipe import INSTALL, choose, choose_fewer, recipe_text
+    from disco_accel.recipes.first_recipe import choose, choose_fewer, recipe_text
     from disco_accel.recipes.settings import parse_recipe
 
     choice = choose(base, target, data)
-    if choice.form.endswith(INSTALL):
+    if target.lacking and choice.form.endswith(target.install):
         say(f"weights are not packed: {choice.form}")
     layers = found.config.get("num_hidden_layers")
     plannable = not (isinstance(layers, int) and layers > _MOST_LAYERS)

@@ -15,7 +15,6 @@ from disco_accel.config.strict_yaml import parse_yaml
 from disco_accel.graph.spaces import TO_DEVICE
 from disco_accel.recipes.base_sizes import base_sizes
 from disco_accel.recipes.first_recipe import (
-    INSTALL,
     BaseSizes,
     DataFacts,
     Line,
@@ -111,7 +110,11 @@ def test_a_host_without_room_and_without_the_library_is_told(bare: str, capsys: 
         pytest.skip("bitsandbytes is here")
     assert main(["init", bare, "--gpu", "l4", "--host-memory", "64KiB"]) == 2
     told = capsys.readouterr().err
-    assert INSTALL in told and "host_memory: 64KiB is too small" in told and not Path("recipe.yaml").exists()
+    assert (
+        "pip install bitsandbytes" in told
+        and "host_memory: 64KiB is too small" in told
+        and not Path("recipe.yaml").exists()
+    )
 
 
 SMALL = BaseSizes(8 * 10**9, 7 * 10**9, 15 * GIB, 5 * GIB, adapter=2_600_000, vocabulary=128_000, dtype="bfloat16")
@@ -120,7 +123,7 @@ ROWS = DataFacts("rows.jsonl", tokens=10**7, typical=900)
 
 def target(budget: int, **changes: Any) -> Target:
     given = {"what": "a GPU", "half": 1e14, "link": 2.5e10, "budget": budget, "budget_key": f"{budget}", "why": "why"}
-    return Target(**{**given, "can_pack": True, **changes})
+    return Target(**{**given, **changes})
 
 
 def test_weights_stay_as_they_are_where_kernels_hide_their_loads() -> None:
@@ -139,7 +142,7 @@ def test_a_link_that_cannot_be_hidden_has_linear_layers_packed() -> None:
     assert packed.loaded == 0, "packed weights stay"
     text = recipe_text("", "m", "out", SMALL, target(12 * GIB, **slow), ROWS, packed, "sdpa")
     assert "load_in_4bit: true" in text and "5GiB in NF4" in text
-    without = choose(SMALL, target(12 * GIB, can_pack=False, **slow), ROWS)
+    without = choose(SMALL, target(12 * GIB, lacking="bitsandbytes", **slow), ROWS)
     assert not without.packed and "pip install bitsandbytes" in without.form
     mixture = choose(SMALL._replace(packed=14 * GIB), target(12 * GIB, **slow), ROWS)
     assert not mixture.packed and "few of" in mixture.form
