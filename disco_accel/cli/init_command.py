@@ -245,9 +245,9 @@ def _missing(found: FoundModel) -> Iterator[str]:
     """Files that training needs and the model's folder lacks."""
     from disco_accel.recipes.loading import check_checkpoint
 
-    if not Path(found.name).expanduser().is_dir():
+    folder = Path(found.name).expanduser()
+    if not folder.is_dir():
         return
-    folder = Path(found.name)
     try:
         check_checkpoint(folder)
     except ConfigError as error:
