@@ -350,8 +350,8 @@ MUTANTS = (
     Mutant(
         "batch ends with the one before",
         _COPIES,
-        "  stream.push({vertices[count - 1], token,",
-        "  stream.push({vertices[count - 1], token - 1,",
+        "      {vertices[count - 1], token, device",
+        "      {vertices[count - 1], token - 1, device",
         _BATCHED,
         _JITTER,
     ),
