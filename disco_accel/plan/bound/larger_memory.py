@@ -7,6 +7,7 @@ in most memory sizes by about the same part.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
@@ -41,7 +42,8 @@ class _LargerMemory:
     def loads(self, memory: int) -> tuple[float, int]:
         """Seconds and bytes of the loads that a step needs in ``memory``."""
         found = []
-        for facts in self._facts:
+        # Copies: threads may ask about different sizes at once.
+        for facts in map(copy, self._facts):
             facts.memory = memory
             found.append(least_copies(facts, loads=True, backs=False, most_rows=_ROWS))
         return max(seconds for seconds, _ in found), int(sum(nbytes for _, nbytes in found))
