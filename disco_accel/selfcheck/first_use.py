@@ -16,7 +16,16 @@ from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import DiscoError, SelfCheckFailed
 from disco_accel.native.backend import first_accelerator, run_device
 from disco_accel.selfcheck import self_check
-from disco_accel.selfcheck.outcome import Outcome, forget, has_passed, identity_of, key_of, records, store, write_report
+from disco_accel.selfcheck.outcome import (
+    Outcome,
+    forget,
+    identity_of,
+    kept_outcome,
+    key_of,
+    records,
+    store,
+    write_report,
+)
 from disco_accel.selfcheck.subject import Subject, make_subject
 
 logger = logging.getLogger("disco_accel")
@@ -24,7 +33,10 @@ logger = logging.getLogger("disco_accel")
 Tracing = Callable[[], AbstractContextManager[Any]]
 
 _lock = threading.Lock()
-_failed: dict[torch.device, SelfCheckFailed | None] = {}
+Rates = Mapping[str, float]
+"""Of a link, bytes/s: ``h2d``, ``d2h``, and ``both`` for each way while both run."""
+
+_answers: dict[torch.device, SelfCheckFailed | Rates] = {}
 """Devices that this process has an answer for. An index means the same device throughout a process."""
 
 
@@ -35,8 +47,9 @@ def require_passed(
     tracing: Tracing = nullcontext,
     link_bytes: int = self_check.LINK_BYTES,
     make: Callable[[torch.device], Subject] | None = None,
-) -> None:
-    """Return at once where ``device`` has passed before, in this process or by a file below ``folder``; else check it.
+) -> Rates:
+    """The rates of the link to ``device``, from its check: the one before, in this process or by a file below
+    ``folder``, or else one now. None of them where the file has none.
 
     ``tracing`` is entered around a capture. ``link_bytes``: of the device memory that measuring the link may take.
 
@@ -45,24 +58,32 @@ def require_passed(
         ExtensionError, and shortages of memory: as a step that is prepared does; the next call tries again.
     """
     with _lock:
-        if device not in _failed:
-            _failed[device] = _answer(device, folder, make or partial(make_subject, tracing=tracing), link_bytes)
-        error = _failed[device]
-    if error is not None:
-        raise SelfCheckFailed(str(error), error.report)
+        if device not in _answers:
+            _answers[device] = _answer(device, folder, make or partial(make_subject, tracing=tracing), link_bytes)
+        answer = _answers[device]
+    if isinstance(answer, SelfCheckFailed):
+        raise SelfCheckFailed(str(answer), answer.report)
+    return answer
 
 
 def _answer(
     device: torch.device, folder: str | None, make: Callable[[torch.device], Subject], link_bytes: int
-) -> SelfCheckFailed | None:
-    key = key_of(identity_of(device))
-    if folder is not None and has_passed(folder, key):
-        return None
+) -> SelfCheckFailed | Rates:
+    kept = None if folder is None else kept_outcome(folder, key_of(identity_of(device)))
+    if kept is not None:
+        return _rates(kept.get("figures"))
     outcome = self_check.check(device, make, link_bytes)
     error = conclude(outcome, folder)
-    if error is None:
-        logger.info("%s", passed_line(outcome, folder))
-    return error
+    if error is not None:
+        return error
+    logger.info("%s", passed_line(outcome, folder))
+    return _rates(outcome.figures)
+
+
+def _rates(figures: Any) -> Rates:
+    rates = figures.get("link") if isinstance(figures, dict) else None
+    found = rates.items() if isinstance(rates, dict) else ()
+    return {name: float(rate) for name, rate in found if isinstance(rate, float | int) and rate > 0}
 
 
 def conclude(outcome: Outcome, folder: str | None) -> SelfCheckFailed | None:

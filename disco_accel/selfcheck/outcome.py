@@ -159,20 +159,17 @@ def answer_path(folder: str, key: str) -> Path:
     return Path(folder) / _FOLDER / f"{key}.json"
 
 
-def has_passed(folder: str, key: str) -> bool:
-    """Whether a check under ``key`` has passed before."""
+def kept_outcome(folder: str, key: str) -> dict[str, Any] | None:
+    """``Outcome.as_dict`` of a check under ``key`` that has passed before; None if there is none to be used."""
     path = answer_path(folder, key)
     try:
         data = read_private(path, MOST_BYTES)
-        if data is None:
-            return False
-        _require(data, key)
-        return True
+        return None if data is None else _require(data, key)
     except OSError as error:
         _say(path, f"cannot be read: {error.strerror or error}")
     except (GraphFileError, Unusable) as error:
         _say(path, str(error))
-    return False
+    return None
 
 
 def records(folder: str) -> list[tuple[float, dict[str, Any]]]:

@@ -19,7 +19,7 @@ from disco_accel.native.backend import workspace_bytes
 from disco_accel.native.host_backend import HostBackend
 from disco_accel.selfcheck import first_use
 from disco_accel.selfcheck.orders import CASES
-from disco_accel.selfcheck.outcome import has_passed, identity_of, key_of
+from disco_accel.selfcheck.outcome import identity_of, kept_outcome, key_of
 from disco_accel.selfcheck.self_check import check
 from disco_accel.selfcheck.subject import Subject, make_subject
 from disco_accel.selfcheck.trial import Trial
@@ -31,7 +31,7 @@ LINK = 4 << 20
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has checked nothing yet, and that checks the host device as it would a GPU."""
-    monkeypatch.setattr(first_use, "_failed", {})
+    monkeypatch.setattr(first_use, "_answers", {})
     monkeypatch.setattr(HostBackend, "needs_self_check", True)
     monkeypatch.setattr(device_check, "LINK_BYTES", LINK)
     yield
@@ -98,10 +98,10 @@ def test_the_first_plan_asks_and_a_fault_refuses(
             model(**batch)
     assert raised.value.report is not None
     assert json.loads(raised.value.report.read_text())["differences"][0]["apart"]
-    monkeypatch.setattr(first_use, "_failed", {})
+    monkeypatch.setattr(first_use, "_answers", {})
     model(**batch).loss.backward()
     assert stats(model)["steps_compiled"] == 1
-    assert has_passed(str(tmp_path), key_of(identity_of(device)))
+    assert kept_outcome(str(tmp_path), key_of(identity_of(device)))
 
 
 def test_results_that_are_read_too_early_are_found(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,16 @@ import torch
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.cli.main import main
 from disco_accel.errors import ConfigError, SelfCheckFailed
+from disco_accel.execute.executor import EngineOptions
+from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.native.host_backend import HostBackend
 from disco_accel.selfcheck import first_use, self_check
 from disco_accel.selfcheck import outcome as answers
 from disco_accel.selfcheck.outcome import Difference, Outcome
 from disco_accel.selfcheck.subject import Subject, make_subject
 from disco_accel.step.compile import device_check
+from disco_accel.step.compile.conductor import machine_of
+from disco_accel.step.run.session import current_step
 from tests.support import forkserver
 from tests.support.models import random_batch, tiny_lora
 
@@ -32,7 +36,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has checked nothing yet, and one intra-op thread."""
-    monkeypatch.setattr(first_use, "_failed", {})
+    monkeypatch.setattr(first_use, "_answers", {})
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -83,7 +87,7 @@ def config(folder: Path | None, **changes: Any) -> DiscoConfig:
 
 
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_use, "_failed", {})
+    monkeypatch.setattr(first_use, "_answers", {})
 
 
 def step(folder: Path | None, **changes: Any) -> tuple[Any, torch.Tensor]:
@@ -114,6 +118,30 @@ def test_a_device_is_checked_once_and_told_in_one_line(
     lines = [r.getMessage() for r in caplog.records if "self-check" in r.getMessage()]
     assert len(lines) == 1 and "passed" in lines[0] and "bit for bit" in lines[0] and "GB/s" in lines[0]
     assert [oct(p.stat().st_mode & 0o777) for p in (*files(tmp_path), tmp_path / "checks")] == ["0o600", "0o700"]
+
+
+def test_plans_are_compared_on_the_link_that_was_measured(
+    tmp_path: Path, checks: list[torch.device], passed: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {"h2d": 12.34e9, "d2h": 11.0e9, "both": 10e9}
+    monkeypatch.setitem(passed.figures, "link", rates)
+    model, loss = step(tmp_path)
+    another_process(monkeypatch)
+    assert device_check.require_self_check(CPU, config(tmp_path), 64 << 20) == rates and checks == [CPU]
+    made = current_step(model)
+    assert made is not None and made.settings.machine is not None
+    link = made.settings.machine.link
+    assert (link(TO_DEVICE).bandwidth, link(TO_HOST).bandwidth) == (12e9, 11e9) and not made.settings.machine.joint
+    assert torch.equal(step(None, self_check="off")[1], loss)
+
+
+def test_a_link_that_takes_turns_is_one_link_for_both_directions() -> None:
+    machine = machine_of(EngineOptions(), {"h2d": 12e9, "d2h": 11e9, "both": 5.5e9})
+    assert machine is not None and machine.joint == (("h2d", "d2h"),)
+    assert {machine.link(route).bandwidth for route in (TO_DEVICE, TO_HOST)} == {11e9}
+    assert machine_of(EngineOptions(), {"copy": 8e9}) is None
+    throttled = machine_of(EngineOptions(link_bandwidth=3e8), {"h2d": 12e9, "d2h": 11e9})
+    assert throttled is not None and throttled.link(TO_DEVICE).bandwidth == 3e8
 
 
 def test_each_device_that_shares_a_step_is_checked_once(checks: list[torch.device]) -> None:
@@ -184,19 +212,19 @@ def test_a_folder_that_was_removed_or_renamed_for_another_device_asks_for_a_chec
 def test_any_flipped_bit_makes_the_file_as_good_as_absent(tmp_path: Path) -> None:
     outcome = Outcome({"device": "a device"}, figures={"link": {"h2d": 2.5e10}}, seconds=1.5)
     folder, key = str(tmp_path), answers.key_of(outcome.identity)
-    assert answers.store(folder, key, outcome) and answers.has_passed(folder, key)
+    assert answers.store(folder, key, outcome) and answers.kept_outcome(folder, key)
     path = answers.answer_path(folder, key)
     sound = path.read_bytes()
     for position in range(len(sound)):
         damaged = bytearray(sound)
         damaged[position] ^= 1 << position % 8
         path.write_bytes(damaged)
-        assert not answers.has_passed(folder, key), f"byte {position} is {damaged[position : position + 1]!r}"
+        assert not answers.kept_outcome(folder, key), f"byte {position} is {damaged[position : position + 1]!r}"
     for short in (b"", sound[:-1], sound + b"\n", b"[]", b"{}", b"\xff", b"1" * (answers.MOST_BYTES + 1)):
         path.write_bytes(short)
-        assert not answers.has_passed(folder, key)
+        assert not answers.kept_outcome(folder, key)
     path.write_bytes(sound)
-    assert answers.has_passed(folder, key)
+    assert answers.kept_outcome(folder, key)
 
 
 def test_a_file_that_others_can_write_or_that_is_a_link_does_not_count(tmp_path: Path) -> None:
@@ -205,11 +233,11 @@ def test_a_file_that_others_can_write_or_that_is_a_link_does_not_count(tmp_path:
     answers.store(folder, key, outcome)
     path = answers.answer_path(folder, key)
     path.chmod(0o666)
-    assert not answers.has_passed(folder, key)
+    assert not answers.kept_outcome(folder, key)
     path.chmod(0o600)
     aside = path.rename(tmp_path / "aside.json")
     path.symlink_to(aside)
-    assert not answers.has_passed(folder, key)
+    assert not answers.kept_outcome(folder, key)
 
 
 def test_a_damaged_file_is_told_and_replaced(
@@ -309,7 +337,7 @@ def test_processes_that_check_at_the_same_time_do_not_hurt_each_other(tmp_path: 
         out, errors = process.communicate(timeout=1500)
         assert process.returncode == 0 and out == "passed\n" and "checked again" not in errors, errors
     (kept,) = files(tmp_path)
-    assert answers.has_passed(str(tmp_path), kept.stem)
+    assert answers.kept_outcome(str(tmp_path), kept.stem)
 
 
 def test_doctor_checks_again_and_ends_with_1_where_that_fails(

@@ -158,7 +158,7 @@ def plan_of(
         state.calls.effects.met()
         return plan
     device, setup = state.memory.device, state.setup
-    require_self_check(device, setup.config, setup.settings.memory_budget, setup.settings.gpus)
+    rates = require_self_check(device, setup.config, setup.settings.memory_budget, setup.settings.gpus)
     state.calls.effects.admit(key[0].state, model_state(model).difference)
     state.memory.abandon_active()
     # A forward in another thread may wait for it to read a weight, and the trace waits for that forward.
@@ -169,7 +169,7 @@ def plan_of(
         # Ops are measured in memory of their own, which the budget covers too.
         state.memory.unload()
     try:
-        step = _made(state, model, contexts, compiler, what)
+        step = _made(state, model, contexts, lambda options: compiler(replace(options, link_rates=rates)), what)
     except CaptureError as error:
         state.budgets.grant.give_back()
         if not met_shortage(error):
