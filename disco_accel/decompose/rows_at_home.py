@@ -239,14 +239,23 @@ def _call(
     return OpCall(f"aten::{name}", overload, args, (OpResult(0, spec),), module)  # type: ignore[arg-type]
 
 
+def readers_worth_it(graph: TaskGraph) -> list[_RowReader]:
+    """As ``row_readers``; none where few bytes are saved."""
+    readers = row_readers(graph)
+    saved = sum({reader.weight: reader.saved for reader in readers}.values())
+    return readers if saved * _WORTH > _weights(graph) else []
+
+
+def _weights(graph: TaskGraph) -> int:
+    return sum(vertex.sizes[0] for vertex in graph.vertices if never_changes(vertex))
+
+
 def choices_of_rows(graph: TaskGraph, arena: int) -> list[list[_RowReader]]:
     """Kernels of ``graph``, a forward alone, whose rows the host may pick: all, and all but those whose weights fit
     into ``arena`` bytes beside the other weights. None where all weights fit, or where few bytes are saved."""
-    weights = sum(vertex.sizes[0] for vertex in graph.vertices if never_changes(vertex))
     most = max(largest_need(graph, device.id)[0] for device in graph.devices)
-    readers = row_readers(graph)
-    saved = sum({reader.weight: reader.saved for reader in readers}.values())
-    if weights + most <= arena or saved * _WORTH <= weights:
+    readers, weights = readers_worth_it(graph), _weights(graph)
+    if not readers or weights + most <= arena:
         return []
     tables = sum({reader.weight: reader.of * reader.nbytes for reader in readers}.values())
     picked = max(reader.rows * reader.nbytes for reader in readers)

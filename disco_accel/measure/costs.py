@@ -53,6 +53,21 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class _MeasuredBefore:
+    """Of graphs whose distinct ops ``source`` has run already: no tensor is touched. ``workspaces``: as it found."""
+
+    source: Measured
+    workspaces: int
+
+    def of(self, graph: TaskGraph) -> GraphCosts:
+        """The costs of ``graph``, whose kernels have no scratch yet."""
+        source = self.source
+        records = record(graph, device=source.device, compute_threads=source.compute_threads, known=source.known)
+        in_blocks = backend_of(run_device(source.device)).allocates_in_blocks
+        return GraphCosts((measurements(records),), self.workspaces, in_blocks, records)
+
+
+@dataclass(frozen=True, slots=True)
 class Estimated:
     """Seconds from the shapes of ops, scratch where it can be tried. ``kind``: cpu or cuda; no op of the step runs on a
     GPU. ``speed``: the device that seconds are estimated for (None: that of the kind's backend)."""
@@ -72,5 +87,5 @@ class Estimated:
         return GraphCosts(passes, scratch.workspaces, in_blocks, without_scratch=unknown, note=why)
 
 
-Costs = Measured | Estimated
+Costs = Measured | _MeasuredBefore | Estimated
 """A source of costs."""

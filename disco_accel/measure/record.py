@@ -121,22 +121,22 @@ def _record_on(
     where: torch.device, graph: TaskGraph, kernels: Sequence[Vertex], compute_threads: int | None, known: Known
 ) -> dict[int, OpRecord]:
     backend = backend_of(where)
-    backend.prepare()
     vertices = {v.id: v for v in graph.vertices}
-    records: dict[int, OpRecord] = {}
+    keys = {v.id: (where, compute_threads, _signature(v, graph.ops[v.id], vertices)) for v in kernels}
+    if known.keys() >= set(keys.values()):
+        # Also in a thread beside steps, whose settings of PyTorch are not to change.
+        return {vertex: known[key] for vertex, key in keys.items()}
+    backend.prepare()
     # The engine runs ops outside any autocast region; the casts of the captured one are ops of the graph.
     outside = torch.autocast(where.type, enabled=False)
     with threads(compute_threads), outside:
-        for vertex in kernels:
-            call = graph.ops[vertex.id]
-            signature = _signature(vertex, call, vertices)
-            key = where, compute_threads, signature
+        for vertex, key in keys.items():
+            call = graph.ops[vertex]
             if key not in known:
                 # Others may draw meanwhile, so the generator is set back around those ops alone that draw themselves.
                 with backend.generator_kept() if call.rng is not None else nullcontext():
-                    known[key] = _measure(signature, label(call), where)
-            records[vertex.id] = known[key]
-    return records
+                    known[key] = _measure(key[2], label(call), where)
+    return {vertex: known[key] for vertex, key in keys.items()}
 
 
 def apply(graph: TaskGraph, records: Mapping[int, OpRecord]) -> TaskGraph:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.generation.streamers import BaseStreamer
 
-from disco_accel import DiscoConfig, prepare, stats
+from disco_accel import DiscoConfig, prepare, set_memory_budget, stats
 from disco_accel.decompose.rows_at_home import choices_of_rows, row_readers, with_rows_at_home
 from disco_accel.errors import ExecutionError
 from disco_accel.graph.check import check_taskgraph
@@ -17,7 +18,7 @@ from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN
 from disco_accel.plan.summary import link_bytes
-from disco_accel.step.run.session import find_state
+from tests.step.moving_budgets import plan_here, session_of, until
 from tests.support.models import family_lora, random_batch
 
 EXPERTS = {"num_experts": 32, "moe_intermediate_size": 64, "hidden_size": 64}
@@ -33,12 +34,10 @@ def experts_of(how: str, seed: int = 0) -> Any:
     return model
 
 
-def generated(model: Any, ids: torch.Tensor) -> Any:
-    keys = {"cache_implementation": "static", "do_sample": False, "pad_token_id": 0, "eos_token_id": 95}
-    mask = torch.ones_like(ids)
-    return model.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True, output_logits=True, **keys
-    )
+def generated(model: Any, ids: torch.Tensor, **more: Any) -> Any:
+    keys = {"cache_implementation": "static", "do_sample": False, "pad_token_id": 0, "eos_token_id": 95} | more
+    keys = {"max_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True} | keys
+    return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **keys)
 
 
 def assert_same(ours: Any, eagers: Any) -> None:
@@ -48,9 +47,7 @@ def assert_same(ours: Any, eagers: Any) -> None:
 
 def loads(model: Any) -> list[int]:
     """Bytes that each plan loads, in the order in which they were made."""
-    state = find_state(model)
-    assert state is not None
-    return [link_bytes(step.plan)[0] for step in state.budgets.plan_sets._plans.values()]
+    return [link_bytes(step.plan)[0] for step in session_of(model).memory.plans.values()]
 
 
 @pytest.mark.parametrize("alike", [False, True], ids=["rows differ", "rows share experts"])
@@ -68,6 +65,47 @@ def test_experts_without_tokens_are_not_loaded(random_order: None, alike: bool) 
     weights = sum(p.nbytes for name, p in eager.named_parameters() if ".experts." in name)
     assert prompt > 0.4 * weights, "a prompt needs most of the experts"
     assert token < 0.2 * weights, "of 32 experts 4 were chosen at most"
+
+
+class _Moves(BaseStreamer):
+    """Sets another budget behind some tokens. ``ran``: what each token's step picked on the host, and loaded."""
+
+    def __init__(self, model: Any, budgets: dict[int, str]) -> None:
+        self.model, self.budgets, self.ran = model, budgets, list[tuple[bool, int]]()
+
+    def put(self, value: torch.Tensor) -> None:
+        until(lambda: session_of(self.model).budgets.plan_sets.maker.idle)
+        step = session_of(self.model).memory.current
+        if step is not None:
+            picks = any(device.is_host_device for device in step.plan.devices)
+            self.ran.append((picks, link_bytes(step.plan)[0]))
+        if len(self.ran) in self.budgets:
+            set_memory_budget(self.model, self.budgets[len(self.ran)])
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("first", "second"), [(ONE_LAYER, "16MiB"), ("16MiB", "768KiB")], ids=["larger", "smaller"])
+def test_rows_are_picked_anew_when_the_budget_moves_during_a_generation(
+    first: str, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a small budget a token's experts are picked on the host, also where a layer's do not fit. In a large one all
+    weights stay. Nothing is captured again."""
+    plan_here(monkeypatch)
+    ids = random_batch(length=12)["input_ids"]
+    eager = experts_of("grouped_mm")
+    planned = prepare(copy.deepcopy(eager), DiscoConfig(memory_budget=first, **SLOW_LINK))
+    keys = {"max_new_tokens": 12, "min_new_tokens": 12}
+    moves = _Moves(planned, {4: second, 8: first})
+    assert_same(generated(planned, ids, streamer=moves, **keys), generated(eager, ids, **keys))
+    assert stats(planned)["forwards_unplanned"] == 0 and stats(planned)["budget_moves"] > 0
+    assert len(session_of(planned).budgets.plan_sets.all()) == 2, "the prompt, and its tokens"
+    # A plan for more memory is made beside the first token in it.
+    large = slice(5, 8) if second == "16MiB" else slice(1, 4)
+    small = slice(8, None) if second == "16MiB" else slice(4, 8)
+    assert set(moves.ran[large]) == {(False, 0)}
+    assert all(picks and 0 < loaded < 1 << 19 for picks, loaded in moves.ran[small])
 
 
 def test_experts_picked_by_number_come_from_the_host(random_order: None) -> None:
@@ -92,6 +130,21 @@ def test_a_row_number_behind_the_table_is_named_before_anything_runs() -> None:
         with pytest.raises(ExecutionError, match=r"holds 16384, .* a table of 16384 rows"):
             model(torch.tensor([3, 1 << 14, 0, 3]))
         assert torch.equal(model(ids), eager(ids))
+
+
+def test_a_refusal_names_a_budget_in_which_rows_are_picked() -> None:
+    """The table alone has 2 MiB."""
+    torch.manual_seed(0)
+    eager = torch.nn.Sequential(torch.nn.Embedding(1 << 14, 32), torch.nn.Linear(32, 32)).eval()
+    eager[0].requires_grad_(False)
+    model = prepare(copy.deepcopy(eager), DiscoConfig(memory_budget="1KiB", **SLOW_LINK))
+    ids = torch.tensor([3, 0, 3])
+    with torch.no_grad():
+        assert torch.equal(model(ids), eager(ids)) and stats(model)["forwards_planned"] == 0
+        ((_, refusal),) = session_of(model).calls.too_small.values()
+        assert refusal.needed < 1 << 16
+        set_memory_budget(model, refusal.needed)
+        assert torch.equal(model(ids), eager(ids)) and stats(model)["forwards_planned"] == 1
 
 
 def _vertex(number: int, kind: VertexKind, op: str, inputs: tuple[Any, ...], size: int, **keys: Any) -> Vertex:

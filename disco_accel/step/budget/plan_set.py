@@ -14,9 +14,9 @@ from disco_accel.measure.fused_kernels import Fusing
 from disco_accel.plan import Machine
 from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.simulate.simulator import simulate
-from disco_accel.step.compile.budget_parts import Budget, require_host_memory
+from disco_accel.step.compile.budget_parts import Budget, bytes_on_host, require_host_memory
 from disco_accel.step.compile.compiled_step import CompiledStep
-from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings, plan_if_it_fits, plan_step
+from disco_accel.step.compile.pipeline import PlannerSettings, plan_if_it_fits
 from disco_accel.step.gradients.accumulating_step import AccumulatingStep
 from disco_accel.step.update.updated_step import StepWithUpdate, home_by_gate
 
@@ -152,11 +152,11 @@ class PlanSet:
             self.minimum = error.needed
             raise
         first = self._first
-        offloaded, rounded = planned.plan.host.memory, first.settings.rounded
+        offloaded, rounded = bytes_on_host(planned.plan), first.settings.rounded
         require_host_memory(self._host_memory, planned.graph, offloaded, rounded, first.captured.copies)
         if seconds is None:
             self.settled.add(total)
-        member = self.add(first.with_plan(planned))
+        member = self.add(planned)
         if seconds is not None:
             for kind in list(self.kinds):
                 self.make_more(member, kind, seconds)
@@ -175,6 +175,11 @@ class PlanSet:
             return
         if not isinstance(sample, StepWithUpdate) or home_by_gate(planned.plan):
             member.more[kind] = sample.with_plan(planned, plain=plain, budget=plain.budget, clean=plain.clean)
+
+    def measure(self) -> None:
+        """Before a thread beside the steps plans: measure what it may have to know."""
+        if self._first.rows is not None:
+            self._first.rows.measure()
 
     def find_limits(self, most: int, elsewhere: PlanningProcess) -> None:
         """Find ``minimum`` and ``max_useful``, of at most ``most`` bytes, and plans for both. Searches for seconds."""
@@ -201,10 +206,12 @@ class PlanSet:
 
     def _planned(
         self, total: int, *, seconds: float | None = None, elsewhere: PlanningProcess | None = None
-    ) -> PlannedStep:
-        """The verified plan within ``total`` bytes, by a search of at most ``seconds`` if they are given. It touches no
-        tensor, so that any thread may plan. Raises as ``plan_step``."""
-        return plan_step(self._first.captured, self.budget(total), self._settings(seconds), elsewhere=elsewhere)
+    ) -> CompiledStep:
+        """The step by a plan within ``total`` bytes, found within ``seconds`` if they are given. Raises as
+        ``planned_within``."""
+        if elsewhere is None:
+            self.measure()
+        return self._first.planned_within(total, self._settings(seconds), elsewhere)
 
     def _settings(self, seconds: float | None) -> PlannerSettings:
         """Those of a search of at most ``seconds``, if they are given."""

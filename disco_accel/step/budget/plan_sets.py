@@ -69,6 +69,7 @@ class PlanSets:
         if found_again:
             self._by_key[key] = plan_set
             if self._grant.shared:
+                plan_set.measure()
                 self.maker.spread(plan_set, self._grant.most)
             self._begin_fusing(plan_set)
 

@@ -13,6 +13,8 @@ import torch
 
 from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource, ValueBinding
 from disco_accel.errors import ConfigError
+from disco_accel.execute.arenas import arena_bytes
+from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.values import host_copy_exists, outlives_step
 from disco_accel.sizes import format_size
@@ -210,6 +212,12 @@ def what_it_needs(budget: Budget, arena: int, graph: TaskGraph, copies: Collecti
         # As with optimizer: auto.
         text += f"; optimizer: host keeps {format_size(training)} of these in host memory"
     return text
+
+
+def bytes_on_host(plan: MemGraph) -> int:
+    """Of values that are offloaded, and of those that a host device makes, such as rows that it picks."""
+    on_host = (device.id for device in plan.devices if device.is_host_device)
+    return plan.host.memory + sum(arena_bytes(plan, device) for device in on_host)
 
 
 def require_host_memory(

@@ -26,12 +26,14 @@ from disco_accel.plan import Machine
 from disco_accel.plan.bound.larger_memory import larger_memory
 from disco_accel.plan.keep_or_recompute import Recomputation
 from disco_accel.plan.plan_cache import PlanCacheUse
+from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.plan.summary import link_bytes, staying_bytes
 from disco_accel.simulate.simulator import simulate
 from disco_accel.sizes import format_size
 from disco_accel.step.compile.boundary import boundary_of, residents_of
 from disco_accel.step.compile.budget_parts import Budget, host_memory_parts
-from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings
+from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings, plan_step
+from disco_accel.step.compile.planned_step import _ChoiceOfRows
 from disco_accel.step.compile.useful_budgets import gains_of_memory
 from disco_accel.step.optimizer_home import TrainedBytes
 from disco_accel.step.placement.gradient_memory import GradientMemory, GradientPlaces, LeavingGradient
@@ -73,6 +75,8 @@ class CompiledStep:
     """The part of it that the plan drops; None: the step repeats nothing."""
     fused: Mapping[int, OpRecord] = field(default_factory=dict)
     """Of fused kernels, which ``graph`` has in the place of kernels of ``captured``."""
+    rows: _ChoiceOfRows | None = None
+    """Of weights, which the host may pick; None: there is nothing to choose."""
     parameters: dict[str, torch.nn.Parameter] | None = None
     """The model's trainable parameters by name, looked up at the first run."""
     runs = 0
@@ -85,6 +89,20 @@ class CompiledStep:
         own["fused"] = planned.fused
         own["seconds"] = {"record": self.seconds["record"], **planned.seconds}
         return replace(self, **(own | fields))
+
+    def planned_within(self, total: int, settings: PlannerSettings, elsewhere: PlanningProcess | None = None) -> Self:
+        """The same step by the verified plan within another ``total`` budget: with other rows picked on the host,
+        where there is a choice. It touches no tensor if all kernels are measured, so that any thread may plan.
+
+        Raises:
+            BudgetTooSmall: as ``plan_step``, and VerifyError.
+        """
+        budget = self.budget.within(total)
+        if self.rows is None:
+            return self.with_plan(plan_step(self.captured, budget, settings, elsewhere=elsewhere))
+        made = self.rows.within(budget, settings, elsewhere)
+        assert made.costs is not None
+        return self.with_plan(made.planned, captured=made.captured, records=made.costs.records)
 
     @property
     def settings_beside(self) -> PlannerSettings:

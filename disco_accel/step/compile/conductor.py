@@ -17,7 +17,6 @@ from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.capture.traced_modules import Forward
 from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.execute.arenas import arena_bytes
 from disco_accel.execute.engine_options import makes_graphs
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.graph.memgraph import MemGraph
@@ -32,11 +31,17 @@ from disco_accel.plan.plan_cache import PlanCache
 from disco_accel.simulate.machine import DEFAULT_LINKS, Link
 from disco_accel.sizes import format_size
 from disco_accel.step.compile.boundary import Boundary
-from disco_accel.step.compile.budget_parts import Budget, leaving_bytes, outputs_bytes, require_host_memory
+from disco_accel.step.compile.budget_parts import (
+    Budget,
+    bytes_on_host,
+    leaving_bytes,
+    outputs_bytes,
+    require_host_memory,
+)
 from disco_accel.step.compile.compiled_step import CompiledStep, host_bytes, shared_weights
 from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings, at_boundary, with_fused_kernels
-from disco_accel.step.compile.planned_step import plan_in_chunks
+from disco_accel.step.compile.planned_step import choice_of_rows, plan_in_chunks
 from disco_accel.step.compile.stages import Chunks, PlanRequest, Sharing, whole_step
 from disco_accel.step.placement.shard_memory import ShardMemory, packed_bytes
 from disco_accel.version import __version__
@@ -215,9 +220,8 @@ def _compile(
     planned = with_fused_kernels(captured, planned, settings)
     _tell(planned, options, asked.machine)
     options.gather(captured.constants.values())
-    packed = _packed_bytes(model, captured, options)
-    offloaded = _bytes_on_host(planned.plan)
-    require_host_memory(options.host_memory, planned.graph, offloaded, options.rounded, captured.copies, packed)
+    given, packed = (bytes_on_host(planned.plan), options.rounded), _packed_bytes(model, captured, options)
+    require_host_memory(options.host_memory, planned.graph, *given, captured.copies, packed)
     clean = host_bytes(model, captured, options.shard_memory)
     return CompiledStep(
         captured,
@@ -234,13 +238,8 @@ def _compile(
         chunked_kernels=0 if made.chunked is None else made.chunked.kernels,
         recomputation=planned.recomputation,
         fused=planned.fused,
+        rows=choice_of_rows(whole, asked, made),
     )
-
-
-def _bytes_on_host(plan: MemGraph) -> int:
-    """Of values that are offloaded, and of those that a host device makes, such as rows that it picks."""
-    on_host = (device.id for device in plan.devices if device.is_host_device)
-    return plan.host.memory + sum(arena_bytes(plan, device) for device in on_host)
 
 
 def _tell(planned: PlannedStep, options: CompileOptions, machine: Machine) -> None:

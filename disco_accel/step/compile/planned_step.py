@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.config.keys import MOST_CHUNKS
 from disco_accel.decompose.micro_batches import StepOnParts
-from disco_accel.decompose.rows_at_home import choices_of_rows, row_readers, with_rows_at_home
+from disco_accel.decompose.rows_at_home import _RowReader, choices_of_rows, readers_worth_it, with_rows_at_home
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.check import largest_need
-from disco_accel.measure.costs import Measured
+from disco_accel.measure.costs import Measured, _MeasuredBefore
 from disco_accel.plan.bound.peak_kernel_cost import bound_without_peaks, usual_need
 from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.plan.summary import link_bytes
 from disco_accel.simulate.simulator import simulate
+from disco_accel.step.compile.budget_parts import Budget
+from disco_accel.step.compile.pipeline import PlannerSettings, at_boundary, with_fused_kernels
 from disco_accel.step.compile.stages import PLANNING_STAGES, PREPARING_STAGES, PlanRequest, StagedStep, run_stages
 
 logger = logging.getLogger("disco_accel")
@@ -63,7 +66,7 @@ def plan_in_chunks(whole: StepOnParts, asked: PlanRequest) -> StagedStep:
     if few is not None:
         return few
     if asked.chunks == 1:
-        return _planned(asked, _prepared(whole, asked, None))
+        return _whole(whole, asked)
     if asked.chunks != "auto":
         return _told(_planned(asked, _as_asked(whole, asked, asked.chunks)))
     if _largest_need(whole.captured) <= asked.arena:
@@ -74,21 +77,80 @@ def plan_in_chunks(whole: StepOnParts, asked: PlanRequest) -> StagedStep:
     return _told(_fewest(whole, asked))
 
 
+@dataclass(frozen=True)
+class _ChoiceOfRows:
+    """``whole``, a forward alone that needs few rows of some weights, of which the host may pick these."""
+
+    whole: StepOnParts
+    asked: PlanRequest
+    readers: Collection[_RowReader]
+
+    def measure(self) -> None:
+        """Measure the kernels of either way that are not measured yet: then ``within`` touches no tensor."""
+        for captured in (self.whole.captured, _picked(self.whole.captured, self.readers)):
+            prepared = _prepared(replace(self.whole, captured=captured), self.asked, None)
+            run_stages(prepared, PLANNING_STAGES[:1], self.asked)
+
+    def within(self, budget: Budget, settings: PlannerSettings, elsewhere: PlanningProcess | None) -> StagedStep:
+        """The plan within ``budget``, which knows its workspaces, with the rows that are picked for it as
+        ``plan_in_chunks`` chooses them. Raises as ``plan_step``."""
+        source = self.asked.source
+        assert isinstance(source, Measured)
+        # As at first: compared without fused kernels, which follow.
+        plain, known = replace(settings, fusing=None, boundary={}), _MeasuredBefore(source, budget.workspaces)
+        asked = replace(self.asked, source=known, budget=budget, settings=plain, elsewhere=elsewhere)
+        made = plan_in_chunks(self.whole, asked)
+        planned = at_boundary(made.captured, made.planned, settings, elsewhere)
+        return replace(made, found=with_fused_kernels(made.captured, planned, settings, elsewhere))
+
+
+def choice_of_rows(whole: StepOnParts, asked: PlanRequest, made: StagedStep) -> _ChoiceOfRows | None:
+    """The choice behind ``made``, a result of ``plan_in_chunks``, for other budgets; None where there is none, or where
+    kernels run in chunks, which have bits of their own."""
+    readers = _readers(whole, asked) if made.chunked is None or not made.chunked.kernels else []
+    quiet = PlanRequest(asked.sharing, asked.source, asked.budget, asked.settings, 1, asked.device)
+    return _ChoiceOfRows(whole, quiet, readers) if readers else None
+
+
+def _readers(whole: StepOnParts, asked: PlanRequest) -> list[_RowReader]:
+    """Kernels whose rows the host may pick."""
+    # The paper's planner knows no host device, and an estimate no rate of the host.
+    measured = isinstance(asked.source, Measured | _MeasuredBefore)
+    able = asked.settings.planner == "timed" and measured and asked.sharing.devices == 1
+    return readers_worth_it(whole.captured.graph) if able and not whole.captured.gradients else []
+
+
+def _picked(captured: CapturedStep, readers: Collection[_RowReader]) -> CapturedStep:
+    graph = with_rows_at_home(captured.graph, readers)
+    return captured.rewritten("rows at home", "the host picks rows of large weights", graph)
+
+
+def _whole(whole: StepOnParts, asked: PlanRequest) -> StagedStep:
+    """``whole`` as it is. A refusal names the smallest budget of all ways to pick rows."""
+    try:
+        return _planned(asked, _prepared(whole, asked, None))
+    except BudgetTooSmall as error:
+        readers = _readers(whole, asked)
+        if not readers:
+            raise
+        try:
+            return _planned(asked, _prepared(replace(whole, captured=_picked(whole.captured, readers)), asked, None))
+        except BudgetTooSmall as other:
+            raise min(error, other, key=lambda each: each.needed) from None
+
+
 def _with_few_rows(whole: StepOnParts, asked: PlanRequest) -> StagedStep | None:
     """``whole``, a forward alone whose weights do not fit, with rows of some picked on the host. None where it needs
     most rows, or where that is not shorter than with all weights loaded."""
-    # The paper's planner knows no host device, and an estimate no rate of the host.
-    able = asked.settings.planner == "timed" and isinstance(asked.source, Measured) and asked.sharing.devices == 1
-    if not able or whole.captured.gradients or not row_readers(whole.captured.graph):
+    if not _readers(whole, asked):
         return None
     # The arena is known when libraries have their workspaces.
     known = run_stages(_prepared(whole, asked, None), PLANNING_STAGES[:1], asked)
-    made = []
-    for readers in choices_of_rows(whole.captured.graph, known.budget(asked).arena):
-        graph = with_rows_at_home(whole.captured.graph, readers)
-        picked = whole.captured.rewritten("rows at home", "the host picks rows of large weights", graph)
+    choices, made = choices_of_rows(whole.captured.graph, known.budget(asked).arena), []
+    asked = _in_turn(asked, len(choices) + 1)
+    for readers in choices:
         with suppress(BudgetTooSmall, Infeasible):
-            prepared = _prepared(replace(whole, captured=picked), asked, None)
+            prepared = _prepared(replace(whole, captured=_picked(whole.captured, readers)), asked, None)
             made.append(_planned(asked, prepared, names_needed=False))
     if not made:
         return None
@@ -101,6 +163,12 @@ def _with_few_rows(whole: StepOnParts, asked: PlanRequest) -> StagedStep | None:
     alike = [each for each in made if _GOES_ON * _seconds(each, asked) <= fastest]
     best = min(alike, key=lambda each: link_bytes(each.planned.plan))
     return None if best is plain and asked.chunks != 1 else best
+
+
+def _in_turn(asked: PlanRequest, count: int) -> PlanRequest:
+    """Each of ``count`` such searches takes its part of the time for one."""
+    limit = asked.settings.plan_seconds
+    return asked if limit is None else replace(asked, settings=replace(asked.settings, plan_seconds=limit / count))
 
 
 def _fewest(whole: StepOnParts, asked: PlanRequest) -> StagedStep:

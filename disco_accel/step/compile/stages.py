@@ -24,6 +24,7 @@ from disco_accel.graph.dequantise_again import DEQUANTISE_AGAIN
 from disco_accel.graph.recompute_again import RECOMPUTE_AGAIN
 from disco_accel.measure.costs import Costs, GraphCosts
 from disco_accel.plan import Machine
+from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.step.compile import pipeline
 from disco_accel.step.compile.budget_parts import Budget
 from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings, plan_step, with_costs
@@ -61,7 +62,7 @@ class Sharing:
 class PlanRequest:
     """How a step is planned: ``source`` of its kernels' costs, ``budget`` without workspaces. ``chunks``: of a large
     kernel, ``auto`` as few as fit. ``device``: where it runs. ``say`` hears of each stage, ``costed`` of the costs of
-    each attempt."""
+    each attempt. ``elsewhere``: as of ``plan_step``."""
 
     sharing: Sharing
     source: Costs
@@ -71,6 +72,7 @@ class PlanRequest:
     device: torch.device
     say: Callable[[str], None] = lambda _: None
     costed: Callable[[GraphCosts], None] = lambda _: None
+    elsewhere: PlanningProcess | None = None
 
     @property
     def machine(self) -> Machine:
@@ -211,10 +213,8 @@ def _spread(step: StagedStep, asked: PlanRequest) -> StagedStep:
 
 
 def _plan(step: StagedStep, asked: PlanRequest) -> StagedStep:
-    planned = plan_step(
-        step.captured, step.budget(asked), asked.settings, say=asked.say, names_needed=step.names_needed
-    )
-    return replace(step, found=planned)
+    how: dict[str, Any] = {"say": asked.say, "names_needed": step.names_needed, "elsewhere": asked.elsewhere}
+    return replace(step, found=plan_step(step.captured, step.budget(asked), asked.settings, **how))
 
 
 SHARING_STAGES: tuple[Stage[Sharing], ...] = (
