@@ -191,7 +191,7 @@ def identity(value: Any) -> int:
     if known is not None and known[0]() is value:
         return known[1]
     try:
-        reference: Callable[[], Any] = weakref.ref(value, functools.partial(_forget, id(value)))
+        reference: Callable[[], Any] = weakref.ref(value, functools.partial(_forget, _identities, id(value)))
     except TypeError:
         # It cannot tell when it is gone, so it stays.
         reference = functools.partial(_itself, value)
@@ -200,9 +200,10 @@ def identity(value: Any) -> int:
     return number
 
 
-def _forget(address: int, reference: Any) -> None:
-    if _identities.get(address, (None, 0))[0] is reference:
-        del _identities[address]
+def _forget(identities: dict[int, tuple[Callable[[], Any], int]], address: int, reference: Any) -> None:
+    # At the end of a process objects go after the names of this module.
+    if identities.get(address, (None, 0))[0] is reference:
+        del identities[address]
 
 
 def _itself(value: Any) -> Any:
