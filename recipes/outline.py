@@ -12,6 +12,7 @@ from peft import PeftConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from disco_accel.capture.captured_step import CapturedStep, InputSource
+from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.decompose.micro_batches import StepOnParts
@@ -20,11 +21,14 @@ from disco_accel.graph.traits import FOREIGN, HOST_UPDATED
 from disco_accel.integrate.hf.batch_parts import in_parts
 from disco_accel.integrate.hf.generation import generating_model
 from disco_accel.integrate.hf.kv_cache import room_to_fill
+from disco_accel.integrate.hf.planned_forward import traced_token
 from disco_accel.integrate.hf.planned_prefill import prefill_batch, traced_forward
+from disco_accel.integrate.hf.static_cache import ARGUMENT
 from disco_accel.integrate.hf.tensor_plan import tensor_plan
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.quantised.forms import PackedForm
 from disco_accel.recipes.corpus import IGNORED
+from disco_accel.recipes.decoding_outline import decoding_batch
 from disco_accel.recipes.loading import add_adapter, checkpoint_activations
 from disco_accel.recipes.model_names import FoundModel, find_model
 from disco_accel.recipes.preferences import LOG_PROBABILITIES
@@ -78,7 +82,8 @@ def outline(
     budget: Callable[[], int] = lambda: 0,
     parts: int = 1,
     ranks: int = 1,
-    adapter: bool = True,
+    task: str = "lora",
+    rows: int = 1,
 ) -> Outline:
     """Capture the step that ``recipe`` trains, or a prefill of ``max_length`` tokens: no weight is read, nothing runs.
 
@@ -86,7 +91,8 @@ def outline(
     say. It is estimated (``measure/quantised_estimate.py``): the library that packs need not be installed.
     ``config`` and ``budget`` (asked once the model is known) say where an optimizer updates; else it is the device.
     ``parts``: of the batch, each with kernels of its own. ``ranks``: how many devices share each large weight.
-    ``adapter``: of LoRA, which is trained; without one all weights are.
+    ``task``: ``full`` trains all weights in the place of an adapter; ``decode``, of a prefill's recipe, is the last of
+    ``max_length`` tokens of each of ``rows`` rows.
 
     Raises:
         ConfigError: there is no config, or a key of the recipe does not fit it; the batch has no such parts.
@@ -94,7 +100,7 @@ def outline(
     """
     base = meta_base(recipe)
     form = _form(recipe, base, quant)
-    if form is not None and not adapter:
+    if form is not None and task == "full":
         raise ConfigError(f"--quant: {form}: packed weights are not trained; give --task lora or prefill, or none")
     if form is not None and ranks > 1:
         raise ConfigError("parallel: tensor: packed weights are not cut; use parallel: layers or batch")
@@ -102,9 +108,10 @@ def outline(
     if isinstance(recipe, PrefillRecipe):
         if parts > 1:
             raise ConfigError("parallel: batch, micro_batches: a prompt is one row; use parallel: layers")
-        outlined = _prefill_outline(recipe, base, ranks)
+        decodes = task == "decode"
+        outlined = _decoding_outline(recipe, base, rows) if decodes else _prefill_outline(recipe, base, ranks)
     else:
-        model = _adapted(base, recipe) if adapter else _whole(base, recipe)
+        model = _whole(base, recipe) if task == "full" else _adapted(base, recipe)
         outlined = _step_outline(recipe, model, config, budget, parts, ranks)
     if form is None:
         return outlined
@@ -183,6 +190,21 @@ def _prefill_outline(recipe: PrefillRecipe, model: Any, ranks: int) -> Outline:
     sizes, whole = leaving_bytes(captured), whole_step(captured, sharing)
     outputs = sum(sizes.values()) + room_to_fill((), sizes)
     return Outline(whole.captured, model, inputs, outputs, part_of=whole.part_of)
+
+
+def _decoding_outline(recipe: PrefillRecipe, model: Any, rows: int) -> Outline:
+    """The cache lies beside the arena, as the batch does."""
+    batch = decoding_batch(model.requires_grad_(False).eval(), rows, recipe.max_length)
+    captured = capture_forward(
+        model,
+        batch,
+        forward=traced_token(model, model.forward),
+        contexts=hf_contexts(model, batch),
+        name=recipe.model_name_or_path,
+        outside=lambda _: True,
+        changed=lambda name: name.startswith(ARGUMENT),
+    )
+    return Outline(captured, model, batch_tensors(batch), sum(leaving_bytes(captured).values()))
 
 
 def _adapted(base: Any, recipe: LoraRecipe) -> torch.nn.Module:

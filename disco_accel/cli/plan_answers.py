@@ -197,7 +197,7 @@ class _StepAnswers:
             "model": step.model.config,
             "source": step.model.source,
             "recipe": asdict(step.recipe),
-            "adapter": step.adapter,
+            "task": [step.task, step.decoded],
             "config": step.config.as_dict(),
             "device": [device.kind, device.name, repr(device.speed), device.memory],
             "quant": self.options.quant,
@@ -313,7 +313,7 @@ def _error_of(figures: Mapping[str, Any]) -> BudgetTooSmall:
 def _host_figures(captured: Outline, made: StagedStep, config: DiscoConfig) -> dict[str, Any]:
     """The figures of a plan beside its forecast. Raises ConfigError where the host memory of ``config`` is less than
     the plan takes."""
-    from disco_accel.step.compile.budget_parts import host_memory_parts, require_host_memory
+    from disco_accel.step.compile.budget_parts import bytes_on_host, host_memory_parts, require_host_memory
     from disco_accel.step.compile.compiled_step import shared_weights
     from disco_accel.step.optimizer_home import TrainedBytes, keeps_masters
     from disco_accel.step.placement.shard_memory import packed_bytes
@@ -322,11 +322,11 @@ def _host_figures(captured: Outline, made: StagedStep, config: DiscoConfig) -> d
     rounded = TrainedBytes.of(captured.model, keeps_masters(config)).rounded
     packed = packed_bytes(shared_weights(captured.captured), dict(captured.model.named_parameters()))
     if isinstance(config.host_memory, int):
-        require_host_memory(config.host_memory, planned.graph, planned.plan.host.memory, rounded, copies, packed)
+        require_host_memory(config.host_memory, planned.graph, bytes_on_host(planned.plan), rounded, copies, packed)
     chunks = made.chunked
     return {
         **({} if chunks is None else {"chunks": {"kernels": chunks.kernels, "most": chunks.most, "sums": chunks.sums}}),
-        "host_memory": host_memory_parts(planned.graph, planned.plan.host.memory, rounded, copies, packed),
+        "host_memory": host_memory_parts(planned.graph, bytes_on_host(planned.plan), rounded, copies, packed),
         "optimizer": captured.optimizer.value,
         "update": captured.update,
         "cut_short": planned.cut,

@@ -29,9 +29,9 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="NAME", help="in its place: a config's folder, a preset, or a name on the hub"
     )
-    parser.add_argument("--task", choices=(*step_question.TASKS, "decode"), help="of --model (default: lora)")
+    parser.add_argument("--task", choices=step_question.TASKS, help="of --model (default: lora)")
     parser.add_argument("--batch", metavar="N,...", help="rows of a step (default: 1, or the recipe's)")
-    parser.add_argument("--seq", metavar="N,...", help="tokens of a row (default: 2048, or the recipe's)")
+    parser.add_argument("--seq", metavar="N,...", help="tokens of a row or cache (default: 2048, or the recipe's)")
     parser.add_argument(
         "--budget",
         "--memory",
@@ -69,7 +69,7 @@ def _chunks(text: str) -> int | str:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Say which budgets a training step or a prompt fits, how many weights stay on the device, and how long it
+    """Say which budgets a training step, a prompt or a token fits, how many weights stay on the device, and how long it
     takes."""
     from disco_accel.observe.plan_table import plan_text
 

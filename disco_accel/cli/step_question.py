@@ -21,39 +21,32 @@ if TYPE_CHECKING:
     from disco_accel.recipes.outline import Outline
     from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 
-TASKS = ("lora", "full", "prefill")
-_NO_DECODE = (
-    "--task: decode: a step of decoding continues a cache, and is not planned without running it; "
-    f"give {', '.join(TASKS[:-1])} or {TASKS[-1]}"
-)
+TASKS = ("lora", "full", "prefill", "decode")
 
 
 @dataclass(frozen=True)
 class _Step:
-    """``recipe`` of a step of ``model``, under ``config``. ``adapter``: that is trained, in place of all weights."""
+    """``recipe`` of a step of ``model``, under ``config``. ``task``: one of ``TASKS``; ``decode`` is a token of each of
+    ``decoded`` rows behind the others of ``max_length``."""
 
     model: FoundModel
     recipe: LoraRecipe | PrefillRecipe
     config: DiscoConfig
-    adapter: bool = True
-
-    @property
-    def task(self) -> str:
-        """One of ``TASKS``."""
-        if not hasattr(self.recipe, "lora_r"):
-            return "prefill"
-        return "lora" if self.adapter else "full"
+    task: str = "lora"
+    decoded: int = 1
 
     @property
     def rows(self) -> int:
         """Of a batch."""
-        return getattr(self.recipe, "per_device_train_batch_size", 1)
+        return getattr(self.recipe, "per_device_train_batch_size", self.decoded)
 
     @property
     def tokens(self) -> int:
         """Of a step, padding among them."""
         from disco_accel.recipes.settings import PAIRED
 
+        if self.task == "decode":
+            return self.rows
         answers = 2 if getattr(self.recipe, "loss", "") in PAIRED else 1
         return self.rows * answers * self.recipe.max_length
 
@@ -107,24 +100,25 @@ def of_recipe(path: str, rows: int | None = None, length: int | None = None) -> 
     given = {"per_device_train_batch_size": rows, "max_length": length}
     recipe = read_any_recipe(path, {key: value for key, value in given.items() if value is not None})
     assert found is not None, "a recipe without a model's name was refused"
-    return _Step(found, recipe, DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {})))
+    task = "lora" if hasattr(recipe, "lora_r") else "prefill"
+    return _Step(found, recipe, DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {})), task)
 
 
 def of_model(name: str, task: str, rows: int, length: int) -> _Step:
-    """A step of ``rows`` of ``length`` tokens, with the recipes' defaults for all else. Raises ConfigError."""
+    """A step of ``rows`` of ``length`` tokens, with the recipes' defaults for all else: of decoding the last token of
+    each. Raises ConfigError."""
     from disco_accel.config.settings import DiscoConfig
     from disco_accel.recipes.model_names import find_model
     from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 
-    if task == "decode":
-        raise ConfigError(_NO_DECODE)
     found = find_model(name, "--model")
     attention = found.attention or "sdpa"
     config = DiscoConfig.from_env(DiscoConfig())
-    if task == "prefill":
-        _require_one_row(rows)
+    if task in ("prefill", "decode"):
+        if task == "prefill":
+            _require_one_row(rows)
         prompt = PrefillRecipe(model_name_or_path=name, prompts="-", max_length=length, attn_implementation=attention)
-        return _Step(found, prompt, config)
+        return _Step(found, prompt, config, task, rows)
     recipe = LoraRecipe(
         model_name_or_path=name,
         dataset="-",
@@ -134,7 +128,7 @@ def of_model(name: str, task: str, rows: int, length: int) -> _Step:
         max_length=length,
         attn_implementation=attention,
     )
-    return _Step(found, recipe, config, task == "lora")
+    return _Step(found, recipe, config, task)
 
 
 def _require_one_row(rows: int) -> None:
@@ -151,6 +145,8 @@ def outlined(step: _Step, quant: str | None, budget: Callable[[], int]) -> Outli
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="peft")
     from disco_accel.recipes.outline import outline
 
+    if step.task == "decode" and step.devices > 1:
+        raise ConfigError("--devices: tokens with a static cache run on one device; leave it out")
     by_rows = step.config.parallel == "batch" and step.devices > 1
     return outline(
         step.recipe,
@@ -159,5 +155,6 @@ def outlined(step: _Step, quant: str | None, budget: Callable[[], int]) -> Outli
         budget=budget,
         parts=step.devices if by_rows else step.config.micro_batches,
         ranks=step.devices if step.config.parallel == "tensor" else 1,
-        adapter=step.adapter,
+        task=step.task,
+        rows=step.decoded,
     )

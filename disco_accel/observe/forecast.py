@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from disco_accel.errors import ConfigError
-from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.files import write_atomically, write_memgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass
@@ -24,7 +23,7 @@ from disco_accel.observe.step_folder import _Step, figures_of
 from disco_accel.observe.step_page import write_step_page
 from disco_accel.observe.timeline import _StepEvent, write_chrome_trace
 from disco_accel.plan.bound.lower_bound import bound_of
-from disco_accel.plan.summary import peak_bytes, staying, swapped_bytes
+from disco_accel.plan.summary import link_bytes, peak_bytes, staying
 from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.sizes import format_size
 
@@ -77,7 +76,7 @@ def forecast(
     clean = [v for v in graph.vertices if host_copy_exists(v) and v.sizes[0]]
     stays = staying(plan)
     bound = bound_of(without_recomputation(whole or graph), machine)
-    used = peak_bytes(plan)
+    used, (loaded, saved) = peak_bytes(plan), link_bytes(plan)
     figures = {
         "fits": True,
         "estimated_for": estimated_for,
@@ -89,8 +88,8 @@ def forecast(
         "resident_bytes": sum(v.sizes[0] for v in clean if v.id in stays),
         "resident_tensors": sum(v.id in stays for v in clean),
         "streamed_tensors": sum(v.id not in stays for v in clean),
-        "reload_bytes": swapped_bytes(plan, swaps_in),
-        "offload_bytes": swapped_bytes(plan, swaps_out),
+        "reload_bytes": loaded,
+        "offload_bytes": saved,
         "kernels": sum(v.kind is VertexKind.KERNEL for v in plan.vertices),
         "step_seconds": run.makespan,
         "bound_seconds": bound.bound,

@@ -20,7 +20,7 @@ _AS_FAST = 1.05
 _AFTER_FULL = (
     "Behind these seconds: gradients that are on their way to host memory at the end, and the optimizer's update."
 )
-_TASKS = {"lora": "LoRA", "full": "training of all weights", "prefill": "a prompt"}
+_TASKS = {"lora": "LoRA", "full": "training of all weights", "prefill": "a prompt", "decode": "a token with a cache"}
 
 
 def plan_text(answers: Sequence[Figures]) -> str:
@@ -71,12 +71,17 @@ def _row(each: Figures) -> list[str]:
         f"{each['resident_bytes'] / weights:.0%}" if weights else "-",
         format_size(each["reload_bytes"] + each["offload_bytes"]),
         f"{each['step_seconds']:.4g}",
-        f"{each['tokens_per_second']:.0f}",
+        _rate(each["tokens_per_second"]),
         each["limit"],
         f"{each['ratio']:.2f}",
         f"{again['dropped'] / again['seconds']:.0%}" if again and again["seconds"] else "-",
         f"{hidden} tokens" if hidden else "-",
     ]
+
+
+def _rate(rate: float) -> str:
+    """Tokens a second, of which decoding has few."""
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def advice(answers: Sequence[Figures]) -> str:
@@ -91,7 +96,7 @@ def advice(answers: Sequence[Figures]) -> str:
     if len(fits) > 1 and len({(each["batch"], each["seq"]) for each in fits}) > 1:
         return (
             f"Most tokens a second: {best['batch']} x {best['seq']} tokens in {size_for_people(best['budget_bytes'])}, "
-            f"{rate:.0f}."
+            f"{_rate(rate)}."
         )
     if len(fits) > 1:
         first = fits[0]

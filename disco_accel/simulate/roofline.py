@@ -47,18 +47,24 @@ _BACKWARD = 2.5
 """Attention's backward multiplies five pairs of matrices where the forward multiplies two."""
 
 
-def with_estimates(graph: TaskGraph, speed: Speed) -> TaskGraph:
-    """``graph`` with an estimated duration for every kernel; it needs the calls that capture notes (``graph.ops``)."""
-    vertices = tuple(
-        replace(v, duration=estimate(v, graph.ops[v.id], speed)) if v.kind is VertexKind.KERNEL else v
-        for v in graph.vertices
-    )
-    return replace(graph, vertices=vertices)
+def with_estimates(graph: TaskGraph, speed: Speed, host: Speed | None = None) -> TaskGraph:
+    """``graph`` with an estimated duration for every kernel; it needs the calls that capture notes (``graph.ops``).
+    ``host``: of devices that lie in host memory, if not ``speed``."""
+    on_host = {device.id for device in graph.devices if device.is_host_device}
+
+    def timed(vertex: Vertex) -> Vertex:
+        if vertex.kind is not VertexKind.KERNEL:
+            return vertex
+        own = host if host is not None and vertex.space in on_host else speed
+        return replace(vertex, duration=estimate(vertex, graph.ops[vertex.id], own))
+
+    return replace(graph, vertices=tuple(timed(vertex) for vertex in graph.vertices))
 
 
-def estimates(speed: Speed) -> GraphPass:
+def estimates(speed: Speed, host: Speed | None = None) -> GraphPass:
     """``with_estimates`` as a pass."""
-    return GraphPass("estimates", f"seconds of each kernel on {speed.name}", partial(with_estimates, speed=speed))
+    what = f"seconds of each kernel on {speed.name}"
+    return GraphPass("estimates", what, partial(with_estimates, speed=speed, host=host))
 
 
 def estimate(vertex: Vertex, call: OpCall, speed: Speed) -> float:

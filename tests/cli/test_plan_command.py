@@ -130,13 +130,27 @@ def test_an_equal_question_is_answered_from_disk(
     assert ask("--budget", "2MiB,1KiB") == first and "made for something else" in caplog.text
 
 
+def test_a_token_has_its_cache_and_loads_the_experts_that_it_needs(ask: Ask, tmp_path: Path) -> None:
+    """In little memory a token's plan picks rows on the host; a batch of two has twice the cache."""
+    one, two = (ask("--task", "decode", "--batch", rows, "--budget", "2MiB")[0] for rows in ("1", "2"))
+    assert (one["tokens"], two["tokens"], one["task"]) == (1, 2, "decode")
+    assert two["budget"]["batch"] > 1.9 * one["budget"]["batch"] > 0
+    mixture = tmp_path / "mixture"
+    mixture.mkdir()
+    experts = {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    (mixture / "config.json").write_text(json.dumps({**CONFIG, **experts, "head_dim": 16, "torch_dtype": "bfloat16"}))
+    needed = ask("--model", str(mixture), "--task", "decode", "--budget", "1KiB", status=1)[0]["needed_bytes"]
+    (tight,) = ask("--model", str(mixture), "--task", "decode", "--budget", str(2 * needed))
+    assert 0 < tight["reload_bytes"] < tight["frozen_bytes"] / 4 and tight["resident_bytes"] < tight["frozen_bytes"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "give a recipe's file or --model"),
         (["r.yaml", "--model", "qwen3-8b"], "one of both"),
         (["r.yaml", "--task", "lora"], "--task: a recipe says what it does"),
-        (["--model", "qwen3-8b", "--task", "decode"], "--task: decode: "),
+        (["--model", "qwen3-8b", "--task", "decode", "--devices", "2"], "--devices: tokens with a static cache run on"),
         (["--model", "qwen3-8b", "--task", "prefill", "--batch", "2"], "a prompt is one row"),
         (["--model", "qwen3-8b", "--task", "full", "--quant", "nf4"], "packed weights are not trained"),
         (["--model", "qwen3-8", "--budget", "8GiB"], "did you mean qwen3-8b?"),

@@ -180,6 +180,12 @@ def _cache_in_plan(state: Session, batch: Mapping[str, Any]) -> _CacheInPlan:
     )
 
 
+def traced_token(model: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Tensors]:
+    """``forward`` in terms of tensors: from arguments with those of ``static_arguments`` to the result's tensors."""
+    trace = _tracer(model, forward, static_cache_of)
+    return lambda **arguments: trace(**arguments)[0]
+
+
 def _tracer(
     model: torch.nn.Module,
     forward: Callable[..., Any],

@@ -63,6 +63,16 @@ def static_arguments(cache: StaticCache, batch: Mapping[str, Any], tokens: int, 
     return {ARGUMENT: tuple(_tensors(layer) for layer in layers), _DESCRIBED: described}
 
 
+def full_arguments(cache: StaticCache, capacity: int) -> dict[str, Any]:
+    """``static_arguments`` of a ``cache`` on ``meta`` for the last of ``capacity`` tokens: shorter windows are full."""
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if isinstance(layer, StaticSlidingWindowLayer):
+            layer.cumulative_length_int = layer.max_cache_len if layer.max_cache_len < capacity else 0
+    described = tuple((layer.max_cache_len, _counted(layer, 1)) for layer in layers)
+    return {ARGUMENT: tuple(_tensors(layer) for layer in layers), _DESCRIBED: described}
+
+
 def _require_positions(batch: Mapping[str, Any]) -> None:
     """Without them the forward takes them from the length of the cache."""
     mask = batch.get("attention_mask")

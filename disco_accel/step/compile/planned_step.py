@@ -114,9 +114,8 @@ def choice_of_rows(whole: StepOnParts, asked: PlanRequest, made: StagedStep) -> 
 
 def _readers(whole: StepOnParts, asked: PlanRequest) -> list[_RowReader]:
     """Kernels whose rows the host may pick."""
-    # The paper's planner knows no host device, and an estimate no rate of the host.
-    measured = isinstance(asked.source, Measured | _MeasuredBefore)
-    able = asked.settings.planner == "timed" and measured and asked.sharing.devices == 1
+    # The paper's planner knows no host device.
+    able = asked.settings.planner == "timed" and asked.sharing.devices == 1
     return readers_worth_it(whole.captured.graph) if able and not whole.captured.gradients else []
 
 
