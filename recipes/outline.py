@@ -39,6 +39,7 @@ from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.compile.stages import Sharing, whole_step
 from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes, home_by_size, update_asked
 
+_HOST = torch.device("cpu")
 _WEIGHTS = (InputSource.FROZEN, InputSource.BUFFER, InputSource.TRAINABLE)
 
 
@@ -84,6 +85,7 @@ def outline(
     ranks: int = 1,
     task: str = "lora",
     rows: int = 1,
+    device: torch.device = _HOST,
 ) -> Outline:
     """Capture the step that ``recipe`` trains, or a prefill of ``max_length`` tokens: no weight is read, nothing runs.
 
@@ -92,7 +94,7 @@ def outline(
     ``config`` and ``budget`` (asked once the model is known) say where an optimizer updates; else it is the device.
     ``parts``: of the batch, each with kernels of its own. ``ranks``: how many devices share each large weight.
     ``task``: ``full`` trains all weights in the place of an adapter; ``decode``, of a prefill's recipe, is the last of
-    ``max_length`` tokens of each of ``rows`` rows.
+    ``max_length`` tokens of each of ``rows`` rows. ``device``: where the kernels are to run; it has to be here.
 
     Raises:
         ConfigError: there is no config, or a key of the recipe does not fit it; the batch has no such parts.
@@ -109,10 +111,12 @@ def outline(
         if parts > 1:
             raise ConfigError("parallel: batch, micro_batches: a prompt is one row; use parallel: layers")
         decodes = task == "decode"
-        outlined = _decoding_outline(recipe, base, rows) if decodes else _prefill_outline(recipe, base, ranks)
+        outlined = (
+            _decoding_outline(recipe, base, rows, device) if decodes else _prefill_outline(recipe, base, ranks, device)
+        )
     else:
         model = _whole(base, recipe) if task == "full" else _adapted(base, recipe)
-        outlined = _step_outline(recipe, model, config, budget, parts, ranks)
+        outlined = _step_outline(recipe, model, config, budget, parts, ranks, device)
     if form is None:
         return outlined
     captured, sizes = with_packed_weights(outlined.captured, outlined.model, shapes, form)
@@ -126,7 +130,13 @@ def _form(recipe: LoraRecipe | PrefillRecipe, base: Any, quant: str | None) -> P
 
 
 def _step_outline(
-    recipe: LoraRecipe, model: Any, config: DiscoConfig | None, budget: Callable[[], int], parts: int, ranks: int
+    recipe: LoraRecipe,
+    model: Any,
+    config: DiscoConfig | None,
+    budget: Callable[[], int],
+    parts: int,
+    ranks: int,
+    device: torch.device,
 ) -> Outline:
     batch = meta_batch(recipe)
     sizes = TrainedBytes.of(model)
@@ -143,6 +153,7 @@ def _step_outline(
         fitted.part(0),
         contexts=contexts,
         name=name,
+        device=device,
         outputs=("loss",) if recipe.loss == "sft" else (LOG_PROBABILITIES,),
         trained=trained,
         rewrite=sharing.of_one,
@@ -162,7 +173,7 @@ def _sharing(model: torch.nn.Module, ranks: int, parts: int = 1, divided: Collec
     return Sharing(ranks, "tensor", parts, divided, tensor_plan(model, ranks))
 
 
-def _prefill_outline(recipe: PrefillRecipe, model: Any, ranks: int) -> Outline:
+def _prefill_outline(recipe: PrefillRecipe, model: Any, ranks: int, device: torch.device) -> Outline:
     if recipe.chunk is not None:
         raise ConfigError("chunk: only whole prompts are planned without running them; leave it out")
     if recipe.adapter_name_or_path is not None:
@@ -184,6 +195,7 @@ def _prefill_outline(recipe: PrefillRecipe, model: Any, ranks: int) -> Outline:
         forward=forward,
         contexts=contexts,
         name=recipe.model_name_or_path,
+        device=device,
         outside=lambda _: True,
         rewrite=sharing.of_one,
     )
@@ -192,7 +204,7 @@ def _prefill_outline(recipe: PrefillRecipe, model: Any, ranks: int) -> Outline:
     return Outline(whole.captured, model, inputs, outputs, part_of=whole.part_of)
 
 
-def _decoding_outline(recipe: PrefillRecipe, model: Any, rows: int) -> Outline:
+def _decoding_outline(recipe: PrefillRecipe, model: Any, rows: int, device: torch.device) -> Outline:
     """The cache lies beside the arena, as the batch does."""
     batch = decoding_batch(model.requires_grad_(False).eval(), rows, recipe.max_length)
     captured = capture_forward(
@@ -201,6 +213,7 @@ def _decoding_outline(recipe: PrefillRecipe, model: Any, rows: int) -> Outline:
         forward=traced_token(model, model.forward),
         contexts=hf_contexts(model, batch),
         name=recipe.model_name_or_path,
+        device=device,
         outside=lambda _: True,
         changed=lambda name: name.startswith(ARGUMENT),
     )

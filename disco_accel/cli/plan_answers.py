@@ -20,6 +20,8 @@ from disco_accel.simulate.gpus import gpu_named, gpu_names
 from disco_accel.sizes import MAX_SIZE
 
 if TYPE_CHECKING:
+    import torch
+
     from disco_accel.config.settings import DiscoConfig
     from disco_accel.measure.costs import Costs, GraphCosts
     from disco_accel.recipes.outline import Outline
@@ -38,14 +40,14 @@ _DIGITS = 3
 @dataclass(frozen=True)
 class _Device:
     """The device that is asked about: its ``kind``, and for ``--gpu`` its ``name``, ``speed``, ``memory`` in bytes and
-    ``unverified`` figures. ``here``: it is this machine's, and measured."""
+    ``unverified`` figures. ``here``: this machine's, which is measured."""
 
     kind: str
     name: str | None = None
     speed: Speed | None = None
     memory: int | None = None
     unverified: tuple[str, ...] = ()
-    here: bool = False
+    here: torch.device | None = None
 
     def machine(self, config: DiscoConfig) -> Machine:
         """Its links, or the throttled one that ``config`` asks for."""
@@ -64,7 +66,7 @@ class _Device:
         """The source of the costs of kernels: measured where it is here."""
         from disco_accel.measure.costs import Estimated, Measured
 
-        if self.here:
+        if self.here is not None:
             return Measured(self.kind, compute_threads=config.compute_threads)
         return Estimated(self.kind, self.speed, compute_threads=config.compute_threads)
 
@@ -96,8 +98,8 @@ def _measured_here() -> _Device:
         raise ConfigError(f"--gpu: this: {wrong[0]}; see disco-accel doctor --selftest")
     latency = backend.speed.machine.link(TO_DEVICE).latency
     links = {TO_DEVICE: Link(rates["h2d"], latency), TO_HOST: Link(rates["d2h"], latency)}
-    speed = replace(backend.speed, name=f"this {backend.hardware()}, measured", machine=Machine(links=links))
-    return _Device(backend.device.type, "this", speed, backend.memory_bytes(), here=True)
+    speed = replace(backend.speed, name=f"this {backend.hardware()}", machine=Machine(links=links))
+    return _Device(backend.device.type, "this", speed, backend.memory_bytes(), here=backend.resolve())
 
 
 def answers_about(step: _Step, device: _Device, options: argparse.Namespace) -> _StepAnswers:
@@ -189,7 +191,7 @@ class _StepAnswers:
         """Whether an equal question has an equal answer: nothing is measured, no other file is read."""
         separate = DEVICE_TYPES[self.device.kind].separate_memory
         adapter = getattr(self.step.recipe, "adapter_name_or_path", None)
-        return separate and not self.device.here and not _DRIVER.exists() and adapter is None
+        return separate and self.device.here is None and not _DRIVER.exists() and adapter is None
 
     def _question(self, total: int) -> Mapping[str, Any]:
         step, device = self.step, self.device
@@ -212,7 +214,7 @@ class _StepAnswers:
         for found in self._outlines.values():
             if home_by_size(self.step.config, TrainedBytes.of(found.model), total) is found.optimizer:
                 return found
-        found = outlined(self.step, self.options.quant, lambda: total)
+        found = outlined(self.step, self.options.quant, lambda: total, self.device.here)
         self._outlines[found.optimizer] = found
         return found
 
@@ -280,7 +282,8 @@ class _StepAnswers:
             heard.update(without_scratch_of=known.without_scratch, not_counted=known.note)
 
         sharing, costs = Sharing(self.step.devices, self.step.parallel), self.device.costs(config)
-        return PlanRequest(sharing, costs, given, settings, config.chunks, torch.device("cpu"), costed=costed)
+        where = self.device.here or torch.device("cpu")
+        return PlanRequest(sharing, costs, given, settings, config.chunks, where, costed=costed)
 
     @property
     def question(self) -> dict[str, Any]:
@@ -298,6 +301,8 @@ class _StepAnswers:
             "estimated_for": speed.name,
             "unverified": list(self.device.unverified),
         }
+        if self.device.here is not None:
+            facts["measured"] = True
         if step.devices > 1:
             facts |= {"devices": step.devices, "parallel": step.parallel}
         return facts

@@ -16,6 +16,8 @@ from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.quantised.forms import PackedForm
 
 if TYPE_CHECKING:
+    import torch
+
     from disco_accel.config.settings import DiscoConfig
     from disco_accel.recipes.model_names import FoundModel
     from disco_accel.recipes.outline import Outline
@@ -137,8 +139,9 @@ def _require_one_row(rows: int) -> None:
         raise ConfigError(f"--batch: {rows}: a prompt is one row; leave it out")
 
 
-def outlined(step: _Step, quant: str | None, budget: Callable[[], int]) -> Outline:
-    """``step`` as captured. ``budget``: bytes, asked for once the model is known. Raises ConfigError, CaptureError."""
+def outlined(step: _Step, quant: str | None, budget: Callable[[], int], device: torch.device | None = None) -> Outline:
+    """``step`` as captured. ``budget``: bytes, asked for once the model is known. ``device``: the one that its kernels
+    are for, if that is here. Raises ConfigError, CaptureError."""
     # transformers warns about its own calls from inside PEFT, and PEFT about its own patterns of fused experts; nobody
     # here can act on that.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -157,4 +160,5 @@ def outlined(step: _Step, quant: str | None, budget: Callable[[], int]) -> Outli
         ranks=step.devices if step.config.parallel == "tensor" else 1,
         task=step.task,
         rows=step.decoded,
+        **({} if device is None else {"device": device}),
     )

@@ -51,8 +51,9 @@ def _title(first: Figures, shapes: bool) -> str:
     step = "" if shapes else f", {first['batch']} x {first['seq']} tokens"
     quant = f", {first['quant']['form']} weights" if "quant" in first else ""
     devices = f", {first['devices']} devices" if "devices" in first else ""
+    source = "measured on" if first.get("measured") else "by estimate for"
     return (
-        f"{first['model']} ({first['config']}): {_TASKS[first['task']]}{step}{quant}{devices}; by estimate for "
+        f"{first['model']} ({first['config']}): {_TASKS[first['task']]}{step}{quant}{devices}; {source} "
         f"{first['estimated_for']}"
     )
 
