@@ -110,7 +110,7 @@ def _device(gpu: str | None) -> _Device:
         # The link is measured, rates of kernels are not: that would take longer than all else here.
         rates = known.speed
         speed = replace(here.speed, half=rates.half, single=rates.single, memory=rates.memory, name=backend.hardware())
-    return replace(here, speed=speed, here=False)
+    return replace(here, speed=speed, here=None)
 
 
 def _target(device: _Device, options: argparse.Namespace) -> Target:
