@@ -53,6 +53,29 @@ def test_unplanned_steps_and_evaluations_stream_within_their_room(cuda: torch.de
     assert found["steps_eager"] == 3 and found["unplanned_peak_bytes"] > ring.most_held
 
 
+@pytest.mark.parametrize("way", ["a growing cache", "prompt lookup", "an assistant"])
+def test_generations_without_a_plan_stream_within_the_budget(cuda: torch.device, way: str) -> None:
+    ids = batch_for(SMALL["vocab_size"], 1, 16, cuda)["input_ids"]
+    eager = lora(cuda, torch.float32, "sdpa", False).to(cuda).eval()
+    model: Any = lora(cuda, torch.float32, "sdpa", False).eval()
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    budget = frozen // 2 + 4 * trained
+    prepare(model, DiscoConfig(memory_budget=budget, device="cuda", plan_cache=None))
+    guesses: dict[str, Any] = {"prompt lookup": {"prompt_lookup_num_tokens": 2}}.get(way, {})
+    if way == "an assistant":
+        guesses = {"assistant_model": lora(cuda, torch.float32, "sdpa", False).to(cuda).eval().get_base_model()}
+    keys = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    wanted, got = (
+        each.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **keys, **guesses) for each in (eager, model)
+    )
+    assert torch.equal(wanted, got)
+    found = stats(model)
+    assert len(found["fallbacks"]) == 1 and found["forwards_unplanned"] >= 2
+    assert 0 < ring_of(model).most_held <= max(ring_of(model)._window, frozen // 4)
+    assert ring_of(model).most_held < found["unplanned_peak_bytes"]
+
+
 def test_a_plan_takes_the_memory_back(cuda: torch.device) -> None:
     """After a call past the model, whose weights went through the ring. Later the ring has room beside the arena."""
     batch = batch_for(SMALL["vocab_size"], 2, 16, cuda)

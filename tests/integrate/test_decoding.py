@@ -180,14 +180,18 @@ def test_a_cache_that_is_full_is_eagers_error_and_no_harm() -> None:
     assert_same(generated(planned), generated(eager))
 
 
-def test_a_cache_that_grows_is_told_once_and_named() -> None:
+def test_a_cache_that_grows_is_told_once_and_named(caplog: pytest.LogCaptureFixture) -> None:
     planned, eager = twins()
     for _ in range(2):
         ours = generated(planned, cache_implementation=None)
     assert torch.equal(ours.sequences, generated(eager, cache_implementation=None).sequences)
     assert isinstance(ours.past_key_values, DynamicCache)
     (reason,) = stats(planned)["fallbacks"]
-    assert 'cache_implementation="static"' in reason and stats(planned)["forwards_unplanned"] == 10
+    assert 'cache_implementation="static" to generate, or to the config of a trainer' in reason
+    assert stats(planned)["forwards_unplanned"] == 10 and stats(planned)["prefills"] == 2
+    assert [m for m in caplog.messages if "without a plan" in m] == [
+        f"generate's decoding runs without a plan: {reason}"
+    ]
 
 
 def test_a_static_cache_without_positions_runs_as_it_is() -> None:

@@ -278,15 +278,20 @@ def test_generate_says_once_what_it_cannot_plan(caplog: pytest.LogCaptureFixture
     assert any("use_cache" in reason for reason in reasons(planned))
 
 
-def test_decoding_that_guesses_tokens_says_once_that_its_prompt_has_no_plan(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("way", ["prompt_lookup_num_tokens", "assistant_model"])
+def test_decoding_that_guesses_tokens_says_once_that_it_has_no_plan(way: str, caplog: pytest.LogCaptureFixture) -> None:
     eager = tiny_lora(**SMALL).eval()
     planned = prepare(copy.deepcopy(eager), ROOMY)
-    inputs = prompt(1)
+    inputs, forwards = prompt(1), list[int]()
+    planned.get_base_model().lm_head.register_forward_hook(lambda *_: forwards.append(1))
+    guesses = {way: 2 if way == "prompt_lookup_num_tokens" else tiny_lora(**SMALL, seed=1).get_base_model().eval()}
     for _ in range(2):
-        ours = generated(planned, inputs, 6, prompt_lookup_num_tokens=2)
-        assert torch.equal(ours.sequences, generated(eager, inputs, 6, prompt_lookup_num_tokens=2).sequences)
+        ours, eagers = (generated(model, inputs, 6, **guesses) for model in (planned, eager))
+        assert torch.equal(ours.sequences, eagers.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(ours.logits, eagers.logits, strict=True))
     assert len([m for m in caplog.messages if "prompt_lookup_num_tokens" in m]) == 1
     assert stats(planned)["prefills"] == 0 and len(reasons(planned)) == 1
+    assert stats(planned)["forwards_unplanned"] == len(forwards) > 2
     restore(planned)
     assert "_get_candidate_generator" not in planned.get_base_model().__dict__
 

@@ -328,6 +328,26 @@ def test_a_forward_that_is_interrupted(error: type[BaseException], outside: bool
     assert ringed.ring.most_held <= ringed.room
 
 
+@pytest.mark.parametrize("way", ["a growing cache", "prompt lookup", "an assistant"])
+def test_generations_without_a_plan_stream_within_the_room(way: str) -> None:
+    plain, ringed = pair()
+    guesses: dict[str, Any] = {
+        "a growing cache": {},
+        "prompt lookup": {"prompt_lookup_num_tokens": 2},
+        "an assistant": {"assistant_model": tiny_lora(seed=1).get_base_model()},  # type: ignore[operator]
+    }[way]
+    keys = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    ids = BATCH["input_ids"][:1]
+    found: list[Any] = [
+        one.eval().generate(input_ids=ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **keys, **guesses)
+        for one in (plain, ringed.model)
+    ]
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    assert all(torch.equal(a, b) for a, b in zip(found[0].logits, found[1].logits, strict=True))
+    assert 0 < ringed.ring.most_held <= ringed.room and 0 < ringed.most_live <= ringed.room
+    assert not any(map(ringed.placement.holds, ringed.at_once)) and not ringed.said
+
+
 def test_two_threads_evaluate_at_the_same_time() -> None:
     """One of them has the ring; the other copies what it reads, and nobody waits for the other's forward."""
     plain, ringed = pair()

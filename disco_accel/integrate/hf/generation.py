@@ -32,6 +32,10 @@ _PREFILL = "_prefill"
 _GENERATE = "generate"
 _CANDIDATES = "_get_candidate_generator"
 """The first methods that transformers' assisted and prompt-lookup decoding call."""
+_GUESSES = (
+    "assistant_model, prompt_lookup_num_tokens: decoding that guesses tokens reads several at once, each time others, "
+    'and the prompt with the first; leave them out, and pass cache_implementation="static", to decode from plans'
+)
 _COMPILES = "_valid_auto_compile_criteria"
 """Whether transformers compiles the forward; a plan takes the place of that."""
 
@@ -134,6 +138,7 @@ def _routed(self: Any, patch: _PatchedGeneration) -> Iterator[None]:
         if caller not in patch.threads or positional or torch.is_grad_enabled() or in_capture():
             return patch.forward(*positional, **named)
         if caller in patch.guessing:
+            _fall_back(patch.state, _GUESSES, "decoding")
             return _own(patch, named)
         return _planned_or_own(patch, named, prompt=patch.prompts[caller] > 0)
 
@@ -191,12 +196,6 @@ def _candidates(self: Any, *args: Any, **kwargs: Any) -> Any:
     patch: _PatchedGeneration | None = self.__dict__.get(_PATCH)
     if patch is not None:
         patch.guessing.add(threading.get_ident())
-        _fall_back(
-            patch.state,
-            "assistant_model, prompt_lookup_num_tokens: decoding that guesses tokens reads the prompt together with "
-            "its first guess; leave them out to read it from a plan",
-            "first step",
-        )
     return type(self)._get_candidate_generator(self, *args, **kwargs)
 
 

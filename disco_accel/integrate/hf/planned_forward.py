@@ -168,7 +168,8 @@ def _cache_in_plan(state: Session, batch: Mapping[str, Any]) -> _CacheInPlan:
     if cache.get_seq_length() and tokens == 1:
         raise CaptureError(
             f"{_CACHE}: decoding with a cache that grows by a token in each forward, and would need a plan for each "
-            'length; pass cache_implementation="static" to generate'
+            'length; pass cache_implementation="static" to generate, or to the config of a trainer that calls it, such '
+            "as TRL's GRPOConfig"
         )
     past = cache_arguments(cache)
     return _CacheInPlan(
