@@ -2,7 +2,7 @@
 
 A *host device* picks the rows where the weight has its home, and a copy takes them to the device. Kernels that gather,
 such as an embedding or experts picked by number, run at home as they are. A product by expert gets the experts with
-tokens, in their order.
+tokens, in their order. Packed experts are picked packed, and unpacked on the device.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _WORDS = ((8, "int64"), (4, "int32"), (2, "int16"), (1, "uint8"))
 @dataclass(frozen=True, slots=True)
 class _RowReader:
     """Kernel ``vertex`` needs ``rows`` of the ``of`` rows that the weight of INPUT ``weight`` has, each of ``nbytes``.
-    ``by_expert``: it multiplies by them; else it gathers them, so that its result is the rows."""
+    ``by_expert``: it multiplies by them; else it gathers them, so that its result is the rows. ``unpacks``: the kernel
+    that unpacks the weight for it alone, with scales of ``beside`` bytes for each row."""
 
     vertex: int
     weight: int
@@ -59,6 +60,13 @@ class _RowReader:
     of: int
     nbytes: int
     by_expert: bool
+    unpacks: int | None = None
+    beside: int = 0
+
+    @property
+    def picked(self) -> int:
+        """Bytes that the host picks for it."""
+        return self.rows * (self.nbytes + self.beside)
 
     @property
     def saved(self) -> int:
@@ -70,14 +78,18 @@ def row_readers(graph: TaskGraph) -> list[_RowReader]:
     """Kernels of ``graph`` that need few rows of weights of which no other kernel needs more."""
     by_id = {vertex.id: vertex for vertex in graph.vertices}
     users: dict[int, list[_RowReader | None]] = defaultdict(list)
+    unpacked = _packed_readers(graph, by_id)
     for vertex in graph.vertices:
-        found = _reader(graph, by_id, vertex)
+        found = unpacked.get(vertex.id) or _reader(graph, by_id, vertex)
         for producer in dict.fromkeys(producer for producer, _ in vertex.inputs if never_changes(by_id[producer])):
             users[producer].append(found if found is not None and found.weight == producer else None)
     return [reader for readers in users.values() if None not in readers for reader in readers if reader is not None]
 
 
-def _reader(graph: TaskGraph, by_id: Mapping[int, Vertex], vertex: Vertex) -> _RowReader | None:
+def _reader(
+    graph: TaskGraph, by_id: Mapping[int, Vertex], vertex: Vertex, unpacks: int | None = None
+) -> _RowReader | None:
+    """``unpacks``: the kernel that makes the weight."""
     call = graph.ops.get(vertex.id)
     if vertex.kind is not VertexKind.KERNEL or call is None or is_handed_out(vertex) or vertex.inplace:
         return None
@@ -92,12 +104,53 @@ def _reader(graph: TaskGraph, by_id: Mapping[int, Vertex], vertex: Vertex) -> _R
         # Readers of it share the experts that they pick, and a kernel may write to it in between.
         return None
     rows = _rows_needed(tensors, call, by_expert)
-    if not never_changes(weight) or spec.offset or not spec.shape or rows is None or rows * _FEW > spec.shape[0]:
+    if unpacks is not None and not (by_expert and weight.id == unpacks):
+        return None
+    fixed = unpacks is not None or never_changes(weight)
+    if not fixed or spec.offset or not spec.shape or rows is None or rows * _FEW > spec.shape[0]:
         return None
     nbytes, rest = divmod(weight.sizes[0], spec.shape[0])
     if rest or not _rows_lie_apart(spec, nbytes):
         return None
     return _RowReader(vertex.id, weight.id, rows, spec.shape[0], nbytes, by_expert)
+
+
+def _packed_readers(graph: TaskGraph, by_id: Mapping[int, Vertex]) -> dict[int, _RowReader]:
+    """Kernel that unpacks a weight → the only reader of its result, a product by expert that needs few rows."""
+    found: dict[int, list[_RowReader | None]] = {}
+    for vertex in graph.vertices:
+        call = graph.ops.get(vertex.id)
+        if vertex.kind is VertexKind.KERNEL and call is not None and op_traits(call.name).unpacks_blocks:
+            found[vertex.id] = [None] if is_handed_out(vertex) or len(vertex.inputs) != 2 else []
+            continue
+        for producer in {producer for producer, _ in vertex.inputs if producer in found}:
+            found[producer].append(_packed_reader(graph, by_id, by_id[producer], vertex))
+    only = {unpacks: readers[0] for unpacks, readers in found.items() if len(readers) == 1}
+    return {unpacks: reader for unpacks, reader in only.items() if reader is not None}
+
+
+def _packed_reader(graph: TaskGraph, by_id: Mapping[int, Vertex], unpacks: Vertex, vertex: Vertex) -> _RowReader | None:
+    whole = _reader(graph, by_id, vertex, unpacks.id)
+    numbers, scales, block, *_ = graph.ops[unpacks.id].args
+    if whole is None or not isinstance(numbers, TensorArg) or not isinstance(scales, TensorArg):
+        return None
+    weight, scale = (by_id[unpacks.inputs[each.input][0]] for each in (numbers, scales))
+    elements = math.prod(numbers.spec.shape) * 2
+    one, rest = divmod(elements, whole.of)
+    # A row has whole blocks, of whole bytes.
+    if (
+        rest
+        or not isinstance(block, int)
+        or one % block
+        or numbers.spec.dtype != "uint8"
+        or weight.sizes[0] * 2 != elements
+    ):
+        return None
+    flat = scales.spec.shape == (elements // block,) and not scales.spec.offset and not numbers.spec.offset
+    if not flat or not never_changes(weight) or scales.spec.dtype != "float32":
+        return None
+    beside = 4 * one // block if never_changes(scale) else 0
+    return replace(whole, weight=weight.id, nbytes=one // 2, unpacks=unpacks.id, beside=beside)
 
 
 def _rows_needed(tensors: list[TensorArg], call: OpCall, by_expert: bool) -> int | None:
@@ -146,6 +199,7 @@ class _Picking:
         """Value that a kernel of the device makes → its copy on the host device."""
         self._moved: dict[Ref, Ref] = {}
         """Result of a kernel that has moved to the host device → its copy on the device."""
+        self._unpacks = {reader.unpacks for reader in readers.values()}
         self._picked: dict[tuple[Ref, int], tuple[Ref, Ref]] = {}
         """Ends of the tokens of each expert, and number of tokens → the experts to pick, on the host device, and the
         ends of their tokens, on the device."""
@@ -154,13 +208,16 @@ class _Picking:
         for vertex in self._graph.vertices:
             vertex = replace(vertex, inputs=tuple(self._moved.get(ref, ref) for ref in vertex.inputs))
             reader = self._readers.get(vertex.id)
+            if vertex.id in self._unpacks:
+                # It runs in front of its reader, of what is picked.
+                continue
             if reader is None:
                 self._vertices.append(vertex)
             elif reader.by_expert:
                 self._multiply(vertex, reader)
             else:
                 self._gather(vertex)
-        largest = max(reader.rows * reader.nbytes for reader in self._readers.values())
+        largest = max(reader.picked for reader in self._readers.values())
         host = Space(self._host, _AHEAD * largest + _SMALL_VALUES, kind=SpaceKind.HOST)
         backing = tuple(space for space in self._graph.spaces if space.id < 0)
         spaces = (*self._graph.devices, host, *backing)
@@ -178,20 +235,63 @@ class _Picking:
         call = self._calls[vertex.id]
         tokens, experts, ends = list(tensor_args(call.args))[:3]
         picked, new_ends = self._experts(vertex, vertex.inputs[ends.input], ends.spec, reader.rows)
-        word = next((size, dtype) for size, dtype in _WORDS if reader.nbytes % size == 0)
-        count = reader.nbytes // word[0]
-        table = TensorSpec(word[1], (reader.of, count), (count, 1))
-        rows = TensorSpec(word[1], (reader.rows, count), (count, 1))
-        index = TensorSpec("int64", (reader.rows,), (1,))
-        select = _call("index_select", (TensorArg(0, table), 0, TensorArg(1, index)), rows, call.module)
-        found = self._kernel(select, ((reader.weight, 0), picked), reader.rows * reader.nbytes)
-        moved = self._copy(found, self._host, vertex.space)
+        if reader.unpacks is None:
+            moved = self._rows((reader.weight, 0), reader, reader.nbytes, picked, vertex, call.module)
+        else:
+            moved = self._unpacked(self._by_id[reader.unpacks], reader, picked, vertex)
         few = replace(experts.spec, shape=(reader.rows, *experts.spec.shape[1:]))
         lies = TensorSpec("int32", (reader.rows,), (1,))
         args = (replace(tokens, input=0), TensorArg(1, few), TensorArg(2, lies), *call.args[3:])
         self._calls[vertex.id] = replace(call, args=args)
         inputs = vertex.inputs[tokens.input], moved, new_ends
         self._vertices.append(replace(vertex, inputs=inputs, may_inplace=()))
+
+    def _rows(
+        self,
+        table: Ref,
+        reader: _RowReader,
+        nbytes: int,
+        picked: Ref,
+        vertex: Vertex,
+        module: str,
+        *,
+        at_home: bool = True,
+    ) -> Ref:
+        """The rows with numbers ``picked`` of ``table``, each of ``nbytes``, on the device of ``vertex``. ``at_home``:
+        the host picks them; else the device does."""
+        word = next((size, dtype) for size, dtype in _WORDS if nbytes % size == 0)
+        count = nbytes // word[0]
+        whole = TensorSpec(word[1], (reader.of, count), (count, 1))
+        rows = TensorSpec(word[1], (reader.rows, count), (count, 1))
+        index = TensorSpec("int64", (reader.rows,), (1,))
+        select = _call("index_select", (TensorArg(0, whole), 0, TensorArg(1, index)), rows, module)
+        if at_home:
+            return self._copy(self._kernel(select, (table, picked), reader.rows * nbytes), self._host, vertex.space)
+        there = self._copy(picked, self._host, vertex.space)
+        return self._kernel(select, (table, there), reader.rows * nbytes, vertex.space)
+
+    def _unpacked(self, unpacks: Vertex, reader: _RowReader, picked: Ref, vertex: Vertex) -> Ref:
+        """The picked rows, unpacked on the device. Scales that are packed too are unpacked there whole."""
+        call = self._calls[unpacks.id]
+        numbers, scales, block, kind, shape, *dtype = call.args
+        assert isinstance(numbers, TensorArg) and isinstance(scales, TensorArg) and isinstance(shape, tuple)
+        refs = [self._moved.get(ref, ref) for ref in unpacks.inputs]
+        of_scales = 4 * math.prod(scales.spec.shape) // reader.of
+        inputs = (
+            self._rows(refs[numbers.input], reader, reader.nbytes, picked, vertex, call.module),
+            self._rows(refs[scales.input], reader, of_scales, picked, vertex, call.module, at_home=reader.beside > 0),
+        )
+        few = [
+            replace(each.spec, shape=(each.spec.shape[0] * reader.rows // reader.of, *each.spec.shape[1:]))
+            for each in (numbers, scales)
+        ]
+        (result,) = call.results
+        assert result is not None
+        made = replace(result, spec=replace(result.spec, shape=(reader.rows, *result.spec.shape[1:])))
+        args = (TensorArg(0, few[0]), TensorArg(1, few[1]), block, kind, (reader.rows, *shape[1:]), *dtype)
+        self._calls[unpacks.id] = replace(call, args=args, results=(made,))
+        self._add(replace(unpacks, inputs=inputs, sizes=(unpacks.sizes[0] // reader.of * reader.rows,)))
+        return unpacks.id, 0
 
     def _experts(self, reader: Vertex, ends: Ref, spec: TensorSpec, rows: int) -> tuple[Ref, Ref]:
         key = ends, rows
@@ -209,9 +309,10 @@ class _Picking:
             self._picked[key] = picked, self._copy(new, self._host, reader.space)
         return self._picked[key]
 
-    def _kernel(self, call: OpCall, inputs: tuple[Ref, ...], nbytes: int) -> Ref:
+    def _kernel(self, call: OpCall, inputs: tuple[Ref, ...], nbytes: int, space: int | None = None) -> Ref:
+        where = self._host if space is None else space
         self._calls[self._fresh] = call
-        return self._add(Vertex(self._fresh, VertexKind.KERNEL, self._host, call.name, inputs, (nbytes,)))
+        return self._add(Vertex(self._fresh, VertexKind.KERNEL, where, call.name, inputs, (nbytes,)))
 
     def _to_host(self, ref: Ref, reader: Vertex) -> Ref:
         device = reader.space
@@ -258,7 +359,7 @@ def choices_of_rows(graph: TaskGraph, arena: int) -> list[list[_RowReader]]:
     if not readers or weights + most <= arena:
         return []
     tables = sum({reader.weight: reader.of * reader.nbytes for reader in readers}.values())
-    picked = max(reader.rows * reader.nbytes for reader in readers)
+    picked = max(reader.picked for reader in readers)
     kept = set(_fitting(readers, arena - (weights - tables) - _BESIDE * picked))
     some = [reader for reader in readers if reader not in kept]
     return [some, readers] if kept and some else [readers]

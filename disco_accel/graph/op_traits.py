@@ -72,6 +72,9 @@ class _OpTraits:
     """Of an op that is not PyTorch's own: it makes the same bits of the same inputs, and changes nothing else."""
     inside_reader: bool = False
     """Its reader's own call does it, so that it is left out only with the reader; it is a kernel for its estimate."""
+    unpacks_blocks: bool = False
+    """Of numbers, scales, a count, a type, a shape and a dtype. Each so many elements of the result come from numbers
+    of their own and one scale."""
     moves: bool = False
     """It only moves elements, and its out overload is a generated one, which calls the op and copies: of use only where
     the engine computes it itself."""
@@ -105,6 +108,7 @@ def _rows() -> Iterator[tuple[str, dict[str, Any]]]:
     for product in ("gemm_4bit", "int8_scaled_mm"):
         yield f"bitsandbytes::{product}", {"pure": True}
         yield f"bitsandbytes::{product}.dequantise", {"pure": True, "inside_reader": True}
+    yield "bitsandbytes::dequantize_4bit", {"unpacks_blocks": True}
     yield from _all("embedding index index_select gather", gathers=True)
     yield "aten::embedding", {"row_lookup": True}
     yield (

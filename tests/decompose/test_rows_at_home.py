@@ -14,8 +14,18 @@ from disco_accel import DiscoConfig, prepare, set_memory_budget, stats
 from disco_accel.decompose.rows_at_home import choices_of_rows, row_readers, with_rows_at_home
 from disco_accel.errors import ExecutionError
 from disco_accel.graph.check import check_taskgraph
+from disco_accel.graph.op_traits import OP_TRAITS
 from disco_accel.graph.spaces import Space
-from disco_accel.graph.taskgraph import OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.graph.taskgraph import (
+    EnumArg,
+    OpCall,
+    OpResult,
+    TaskGraph,
+    TensorArg,
+    TensorSpec,
+    Vertex,
+    VertexKind,
+)
 from disco_accel.graph.traits import FOREIGN, FROZEN
 from disco_accel.plan.summary import link_bytes
 from tests.step.moving_budgets import plan_here, session_of, until
@@ -179,6 +189,49 @@ def test_only_tables_of_which_no_kernel_needs_more_are_left_on_the_host() -> Non
     assert (reader.rows, reader.of, reader.nbytes, reader.saved) == (4, 100, 64, 96 * 64)
     assert row_readers(_embedding(100, 51)) == [], "most rows are needed"
     assert row_readers(_embedding(100, 4, more=True)) == [], "another kernel reads the table"
+
+
+def _packed(block: int, more: bool = False) -> TaskGraph:
+    """16 experts of 8 x 8 numbers in halves of bytes, unpacked for a product of two tokens; with ``more`` for another
+    kernel too."""
+    numbers, scales = TensorSpec("uint8", (512, 1), (1, 1)), TensorSpec("float32", (1024 // block,), (1,))
+    whole, turned = TensorSpec("float32", (16, 8, 8), (64, 8, 1)), TensorSpec("float32", (16, 8, 8), (64, 1, 8))
+    tokens, ends = TensorSpec("float32", (2, 8), (8, 1)), TensorSpec("int32", (16,), (1,))
+    unpack = (TensorArg(0, numbers), TensorArg(1, scales), block, "nf4", (16, 8, 8), EnumArg("dtype", "float32"))
+    product = (TensorArg(0, tokens), TensorArg(1, turned), TensorArg(2, ends), None, None)
+    name = next(name for name, traits in OP_TRAITS.items() if traits.unpacks_blocks)
+    vertices = [
+        _vertex(0, VertexKind.INPUT, "numbers", (), 512, traits=FROZEN),
+        _vertex(1, VertexKind.INPUT, "scales", (), 4096 // block, traits=FROZEN),
+        _vertex(2, VertexKind.INPUT, "tokens", (), 64, traits=FOREIGN),
+        _vertex(3, VertexKind.INPUT, "counts", (), 64, traits=FOREIGN),
+        _vertex(4, VertexKind.KERNEL, "aten::cumsum", ((3, 0),), 64),
+        _vertex(5, VertexKind.KERNEL, name, ((0, 0), (1, 0)), 4096),
+        _vertex(6, VertexKind.KERNEL, "aten::_grouped_mm", ((2, 0), (5, 0), (4, 0)), 64),
+        _vertex(7, VertexKind.KERNEL, "aten::neg", ((6, 0),), 64, keep=True),
+    ]
+    calls = {
+        4: OpCall("aten::cumsum", "default", (TensorArg(0, ends), 0), (OpResult(0, ends),)),
+        5: OpCall(name, "default", unpack, (OpResult(0, whole),)),
+        6: OpCall("aten::_grouped_mm", "default", product, (OpResult(0, tokens),)),
+        7: OpCall("aten::neg", "default", (TensorArg(0, tokens),), (OpResult(0, tokens),)),
+    }
+    if more:
+        vertices.append(_vertex(8, VertexKind.KERNEL, "aten::neg", ((5, 0),), 4096, keep=True))
+        calls[8] = OpCall("aten::neg", "default", (TensorArg(0, whole),), (OpResult(0, whole),))
+    return TaskGraph("g", (Space(0),), tuple(vertices), calls)
+
+
+def test_packed_experts_are_picked_where_each_has_whole_blocks_and_one_reader() -> None:
+    (reader,) = row_readers(_packed(32))
+    assert (reader.vertex, reader.weight, reader.unpacks) == (6, 0, 5)
+    assert (reader.rows, reader.of, reader.nbytes, reader.beside) == (2, 16, 32, 8)
+    picked = with_rows_at_home(_packed(32), [reader])
+    check_taskgraph(picked)
+    unpacks = next(vertex for vertex in picked.vertices if vertex.id == 5)
+    assert unpacks.sizes == (512,) and picked.ops[5].args[4] == (2, 8, 8) and unpacks.space == 0
+    assert row_readers(_packed(128)) == [], "a block goes over two experts"
+    assert row_readers(_packed(32, more=True)) == [], "another kernel reads all of them"
 
 
 def test_numbers_that_a_kernel_changes_in_the_users_memory_are_copied_for_each_reader() -> None:
