@@ -121,11 +121,15 @@ def test_what_fits_stays_and_the_rest_is_loaded_once() -> None:
     plain, ringed = pair()
     for _ in range(2):
         assert_same_values(plain, ringed)
+    ringed.loads.clear()
     seconds = [ringed.loaded(lambda: assert_same_values(plain, ringed)) for _ in range(3)]
     window = ringed.ring._window
     assert window < ringed.room < ringed.total
     assert len(set(seconds)) == 1 and seconds[0] <= ringed.total - (ringed.room - window) * 0.75
     assert ringed.ring.held <= ringed.room - window
+    first: Any = ringed.model.get_input_embeddings()  # type: ignore[operator]
+    addresses = [source.data_ptr() for source in ringed.loads]
+    assert first.weight.data_ptr() not in addresses, "nothing overlaps its load"
     ringed.room = 2 * ringed.total
     for _ in range(2):
         assert_same_values(plain, ringed)

@@ -266,16 +266,19 @@ class WeightRing:
             self._begin(tensor, source)
 
     def _choose(self) -> None:
-        """Choose the tensors that stay: as many as fit beside the window, evenly over the order. So the link always has
-        work."""
+        """Choose the tensors that stay: as many as fit beside the window. The first is one of them, during whose load
+        nothing could be computed; the others lie evenly over the order, so that the link always has work."""
         read = self._order.tensors()
         tensors = [tensor for tensor in read if id(tensor) in self._watch.ids]
-        total = sum(tensor.nbytes for tensor in read)
+        total, room = sum(tensor.nbytes for tensor in read), max(0, self._room - self._window)
         if total <= self._room:
             self._stay = {id(tensor) for tensor in tensors}
             return
-        share, credit = max(0, self._room - self._window) / total, 0.0
         self._stay = set()
+        if tensors and tensors[0] is read[0] and read[0].nbytes <= room:
+            self._stay.add(id(read[0]))
+            tensors, total, room = tensors[1:], total - read[0].nbytes, room - read[0].nbytes
+        share, credit = room / total, 0.0
         for tensor in tensors:
             credit += share * tensor.nbytes
             if credit >= tensor.nbytes:
