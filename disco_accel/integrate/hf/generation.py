@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from disco_accel.errors import BudgetTooSmall, CaptureError
+from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
 from disco_accel.integrate.hf.planned_forward import planned_forward
 from disco_accel.integrate.hf.planned_prefill import planned_prompt
 from disco_accel.integrate.hf.static_cache import is_static
@@ -195,6 +195,13 @@ def _candidates(self: Any, *args: Any, **kwargs: Any) -> Any:
     """As GenerationMixin's. Decoding that guesses tokens has no first step of its own that could be planned."""
     patch: _PatchedGeneration | None = self.__dict__.get(_PATCH)
     if patch is not None:
+        ids = kwargs.get("input_ids")
+        if isinstance(ids, torch.Tensor) and ids.device.type != self.device.type:
+            # transformers compares tokens of both devices, and ends in its midst.
+            raise ConfigError(
+                f"input_ids: on {ids.device}, but decoding that guesses tokens (assistant_model, "
+                f"prompt_lookup_num_tokens) takes them where the weights are; pass input_ids.to('{self.device}')"
+            )
         patch.guessing.add(threading.get_ident())
     return type(self)._get_candidate_generator(self, *args, **kwargs)
 
