@@ -24,6 +24,7 @@ __all__ = ["brief_search"]
 ROOT = Path(__file__).resolve().parents[1]
 LONG = (
     "runtime_ext/test_core.py",
+    "pages/test_pages.py",
     "pages/test_examples.py",
     "integrate/test_distributed.py",
     "quantised/test_bits.py",
@@ -35,6 +36,8 @@ LONG = (
     "benchmarks/test_prefill_bench.py",
     "execute/test_soak.py",
     "recipes/test_killed.py",
+    "verify/test_safety.py",
+    "verify/test_verify_oracle.py",
 )
 """Below tests/: files whose few tests take much longer than those of others."""
 _home = ""

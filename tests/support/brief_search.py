@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-WHOLE = ("benchmarks", "graph", "plan", "simulate", "verify")
+WHOLE = ("benchmarks", "cli", "graph", "observe", "plan", "simulate", "verify")
 """Below tests/: their subject is how good plans are, or what a search costs."""
 
 _SHARE = 0.1
