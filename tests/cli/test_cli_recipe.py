@@ -28,8 +28,8 @@ CONFIG = {
 }
 
 
-def write_recipe(folder: Path, disco: str = "", **keys: Any) -> str:
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+def write_recipe(folder: Path, disco: str = "", *, layers: int = 2, **keys: Any) -> str:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
     recipe = {
         "model_name_or_path": str(folder),
         "dataset": "train.jsonl",
@@ -96,8 +96,9 @@ def test_a_plan_that_fits_says_what_stays_and_how_fast_it_is(
     assert json.loads((folder / "trace.json").read_text())
 
 
-def test_a_budget_that_is_too_small_says_what_works(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_that_is_too_small_says_what_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Status 1; the budget that is named fits, and one unit less does not."""
+    recipe = write_recipe(tmp_path, "planner: timed\n  optimizer: device", layers=3)
     assert main(["plan", "--json", recipe, "--memory", "64KiB"]) == 1
     captured = capsys.readouterr()
     refusal = json.loads(captured.out)

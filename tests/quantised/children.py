@@ -33,9 +33,8 @@ def lines_of(script: str, *arguments: str, seconds: float = 1500) -> list[dict[s
     """What ``script`` of this folder printed, a line of JSON each. Fails with its stderr."""
     variables = environment()
     paths = tuple(variables["PYTHONPATH"].split(os.pathsep))
-    modules = (*forkserver.HEAVY, "tests.support.brief_search_always")
     done = subprocess.run(
-        [str(forkserver.start(paths, modules) / "python"), str(Path(__file__).parent / script), *arguments],
+        [str(forkserver.start(paths) / "python"), str(Path(__file__).parent / script), *arguments],
         env=variables,
         cwd=ROOT,
         capture_output=True,

@@ -1,8 +1,7 @@
-"""Plans of steps whose results are compared, and not their seconds, get a tenth of the work of a user's search.
+"""Plans of steps whose results are compared, and not their seconds, are searched for until one is good enough.
 
-All is tried that a whole search tries, with less of each. Tests in the folders of ``WHOLE`` search whole.
-A server that forks for commands (tests/support/forkserver.py) does the same once ``tests.support.brief_search_always``
-is among its modules.
+As good as is enough here is less than for users. Whether there is a plan at all, and the memory that a refusal names,
+come of the same search as theirs.
 """
 
 from __future__ import annotations
@@ -11,27 +10,28 @@ from collections.abc import Iterator
 
 import pytest
 
-WHOLE = ("benchmarks", "cli", "graph", "observe", "plan", "simulate", "verify")
-"""Below tests/: their subject is how good plans are, or what a search costs."""
+_ENOUGH = 1.25
+"""A plan that takes at most so many times as long as is hoped for ends a search."""
 
-_SHARE = 0.1
-"""Of a tiny step a whole search takes seconds, and its plan is hardly faster for them."""
+_FINEST = 1.0
+"""Prices of memory are compared as long as they differ by so many halvings."""
+
+_RESIDENTS = 2_500
+"""Vertices planned in all by BUILDMEMGRAPH, in its search for inputs that had better stay."""
 
 
-def shorten(patch: pytest.MonkeyPatch) -> None:
-    """Until ``patch`` is undone. The work is counted: plans are the same on any machine, as they are of whole ones."""
-    from disco_accel.plan import search_work
+@pytest.fixture(scope="module")
+def brief_search() -> Iterator[None]:
+    """For the tests of a file."""
+    from disco_accel.plan import keep_or_recompute, select
     from disco_accel.plan.buildmemgraph import residents
+    from disco_accel.plan.timed import search
 
-    for name in ("_BASE_SECONDS", "_SECONDS_PER_VERTEX", "_MAX_SECONDS"):
-        patch.setattr(search_work, name, _SHARE * getattr(search_work, name))
-    patch.setattr(residents, "EFFORT", int(_SHARE * residents.EFFORT))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def brief_search(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For the tests of a file that is in none of the folders of ``WHOLE``."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name not in WHOLE:
-            shorten(patch)
+        patch.setattr(search, "_GOOD", _ENOUGH)
+        patch.setattr(select, "_GOOD", _ENOUGH)
+        patch.setattr(select, "_NEAR", _ENOUGH)
+        patch.setattr(keep_or_recompute, "_AS_PROMISED", _ENOUGH)
+        patch.setattr(keep_or_recompute, "_FINEST", _FINEST)
+        patch.setattr(residents, "EFFORT", _RESIDENTS)
         yield

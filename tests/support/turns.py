@@ -30,9 +30,10 @@ def begin() -> None:
 
 
 def number() -> int:
+    """The turn of this run; 0 in a process that no test run has started."""
     return int(os.environ.get(NAME, "0"))
 
 
 def one_in(share: int, cases: Sequence[Case]) -> list[Case]:
-    """Every so manieth of the ``cases``, from the first, the second and so on, as the turn says."""
+    """One of each ``share`` neighbours among ``cases``: the first of them, the second and so on, as the turn says."""
     return list(cases[number() % share :: share])
