@@ -16,11 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import deepspeed_op
+from tests.support import deepspeed_op, turns
+from tests.support.brief_search import brief_search
+
+__all__ = ["brief_search"]
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = (
     "runtime_ext/test_core.py",
+    "pages/test_pages.py",
     "pages/test_examples.py",
     "integrate/test_distributed.py",
     "quantised/test_bits.py",
@@ -32,6 +36,8 @@ LONG = (
     "benchmarks/test_prefill_bench.py",
     "execute/test_soak.py",
     "recipes/test_killed.py",
+    "verify/test_safety.py",
+    "verify/test_verify_oracle.py",
 )
 """Below tests/: files whose few tests take much longer than those of others."""
 _home = ""
@@ -45,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         deepspeed_op.use_cache()
+        turns.begin()
         _home = os.environ["HOME"] = tempfile.mkdtemp(prefix="disco-tests-")
 
 
@@ -56,6 +63,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what these tests leave to another command."""
+    terminalreporter.write_line(f"cases of tests/sampled.txt: those of {turns.NAME}={turns.number()}")
     if os.environ.get("EMULATED_CUDA") != "1":
         terminalreporter.write_line("not run here: the CUDA path on an emulated GPU (make emulated)")
 
@@ -88,8 +96,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def sample(items: list[pytest.Item], *, whole: bool) -> None:
     """Mark two thirds of the cases of each test in sampled.txt as long, or all but one in as many as its line says.
 
-    Which ones hangs by the cases' names: one more case moves few others from one run to the other. If the items are
-    the ``whole`` suite's, each of these tests must be there."""
+    The turn says which ones stay: neighbours in an order that hangs by the cases' names, so that one more case moves
+    few others. If the items are the ``whole`` suite's, each of these tests must be there."""
     lines = (ROOT / "tests" / "sampled.txt").read_text().splitlines()
     shares = {name: int(share or 3) for name, _, share in (line.partition(" ") for line in lines)}
     cases: dict[str, list[pytest.Item]] = {name: [] for name in shares}
@@ -100,7 +108,9 @@ def sample(items: list[pytest.Item], *, whole: bool) -> None:
     for name, found in cases.items():
         assert found or not whole, f"tests/sampled.txt names {name}, which has no cases"
         found.sort(key=lambda item: zlib.crc32(item.name.encode()))
-        for item in found[max(1, round(len(found) / shares[name])) :]:
+        kept = max(1, round(len(found) / shares[name]))
+        first = turns.number() % max(1, len(found))
+        for item in (found[first:] + found[:first])[kept:]:
             item.add_marker(pytest.mark.long)
 
 

@@ -7,11 +7,13 @@ import ast
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import pytest
+
 from tests.emulated.mutant_list import MUTANTS
-from tests.test_imports import CODE, PACKAGE, ROOT, imports, name_of
+from tests.test_imports import CODE, PACKAGE, ROOT, imports, name_of, parsed
 
 ENTRY_POINTS = {
     "disco_accel.fuse.compiler": "the process that compiles fused kernels",
@@ -32,11 +34,19 @@ ATTRIBUTES = 15
 PUBLIC_CLASSES = 300
 
 
+@pytest.fixture(autouse=True, scope="module")
+def trees_are_let_go() -> Iterator[None]:
+    """Every later search for garbage would walk them."""
+    yield
+    for made in (parsed, modules, classes):
+        made.cache_clear()
+
+
 @functools.cache
 def modules() -> dict[str, ast.Module]:
     """The package's modules by name, the recipes that it links to among them."""
     paths = [*PACKAGE.rglob("*.py"), *(PACKAGE / "recipes").rglob("*.py")]
-    return {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    return {name_of(path): parsed(path) for path in paths}
 
 
 @functools.cache
@@ -93,7 +103,7 @@ def test_functions_are_at_most_sixty_lines_long() -> None:
     long = {
         node.name
         for path in CODE
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (node.end_lineno or node.lineno) - node.lineno >= LINES
     }

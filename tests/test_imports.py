@@ -4,6 +4,7 @@ trees, so that lazy imports inside functions count too."""
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -140,15 +141,28 @@ def type_checking_removed(tree: ast.Module) -> ast.Module:
     return Remove().visit(tree)
 
 
-def imported_by(path: Path) -> list[tuple[str, int]]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imported_by(path: Path) -> tuple[tuple[str, int], ...]:
     tree = type_checking_removed(ast.parse(path.read_text(encoding="utf-8")))
-    return list(imports(tree, name_of(path), path.name == "__init__.py"))
+    return tuple(imports(tree, name_of(path), path.name == "__init__.py"))
 
 
 def faults(path: Path, refuse: tuple[str, ...]) -> list[str]:
     return [
         f"{path.relative_to(ROOT)}:{line} imports {name}" for name, line in imported_by(path) if within(name, refuse)
     ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def trees_are_let_go() -> Iterator[None]:
+    """Every later search for garbage would walk them."""
+    yield
+    parsed.cache_clear()
 
 
 def test_torch_free_modules_import_no_torch() -> None:
@@ -239,12 +253,7 @@ def test_what_is_open_to_all_imports_nothing_else() -> None:
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Imports for types alone and inside functions count too."""
     edges = {
-        name_of(path): {
-            name
-            for name, _ in imports(
-                ast.parse(path.read_text(encoding="utf-8")), name_of(path), path.name == "__init__.py"
-            )
-        }
+        name_of(path): {name for name, _ in imports(parsed(path), name_of(path), path.name == "__init__.py")}
         for path in CODE
     }
     done: set[str] = set()
@@ -276,7 +285,7 @@ def is_module(name: str) -> bool:
 def test_nothing_runs_code_from_data() -> None:
     wrong = [fault for path in CODE for fault in faults(path, FORBIDDEN_MODULES)]
     for path in CODE:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and dotted(node.func) in FORBIDDEN_CALLS:
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} calls {dotted(node.func)}")
     assert not wrong
@@ -286,7 +295,7 @@ def test_only_the_modules_named_here_read_the_environment() -> None:
     """Each of them does: a name that is no longer needed goes."""
     reading: dict[str, list[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Attribute) and dotted(node) in ("os.environ", "os.getenv"):
                 found = f"{path.relative_to(ROOT)}:{node.lineno} reads {dotted(node)}"
                 reading.setdefault(name_of(path), []).append(found)

@@ -108,7 +108,9 @@ def test_the_stages_of_either_visit_fit_its_time() -> None:
     assert [s.name for s in gpu._chosen(["check"])] == ["build", "self_check", "tests", "allocator"]
 
 
-def test_a_stage_that_fails_or_hangs_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_fails_or_hangs_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None
+) -> None:
     """Its last words and its figures stay, those behind it run in a new process, and what has no time is left out."""
     module = tmp_path / "gpu_planted.py"
     module.write_text(

@@ -47,7 +47,7 @@ def bare(tmp_path: Path) -> str:
     """A folder that has a config alone."""
     folder = tmp_path / "bare"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 2}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     return str(folder)
 
 

@@ -26,7 +26,7 @@ Ask = Callable[..., list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 2}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     return str(folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 
@@ -16,7 +17,10 @@ from tests.support.faults.faults import FAULTS
 from tests.support.oracles.adversary import run_reference
 from tests.support.plans.plans import tight_plans
 
-PLANS = tight_plans(120, first_seed=10_000)
+
+@functools.cache
+def plans() -> list[tuple[TaskGraph, MemGraph]]:
+    return tight_plans(120, first_seed=10_000)
 
 
 @pytest.mark.parametrize("name", ["drop_data_edge", "drop_memory_edge", "reload_other_value", "share_host_address"])
@@ -24,7 +28,7 @@ def test_some_order_shows_a_planted_fault(name: str) -> None:
     """One random order may miss a missing edge, twenty find most of them."""
     rng = random.Random(7)
     planted = caught = 0
-    for graph, plan in PLANS:
+    for graph, plan in plans():
         bad = FAULTS[name](plan, rng)
         if bad is None or bad == plan:
             continue
@@ -40,7 +44,7 @@ def test_some_order_shows_a_planted_fault(name: str) -> None:
 
 def test_a_cycle_is_a_stall() -> None:
     caught = 0
-    for graph, plan in PLANS:
+    for graph, plan in plans():
         bad = FAULTS["close_a_cycle"](plan, random.Random(1))
         if bad is not None:
             with pytest.raises(Stalled):

@@ -12,14 +12,22 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from disco_accel import DiscoConfig, prefill, prepare, stats
+from disco_accel.config.keys import MOST_CHUNKS
 from disco_accel.errors import BudgetTooSmall, ConfigError
+from disco_accel.step.compile import planned_step
 from disco_accel.step.run.session import current_step
 from tests.integrate.generators import run
 from tests.integrate.test_prefill import assert_same_cache, generated, prompt
 from tests.integrate.test_shared_weights import apart
 from tests.support.models import family_lora
 
-pytestmark = pytest.mark.usefixtures("random_order")
+pytestmark = pytest.mark.usefixtures("random_order", "brief_search")
+
+
+@pytest.fixture(autouse=True)
+def few_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``auto`` tries up to a quarter of the chunks that users get: those of most take longest to write out."""
+    monkeypatch.setattr(planned_step, "MOST_CHUNKS", MOST_CHUNKS // 4)
 
 
 def config(budget: int | str, chunks: int | str, **keys: Any) -> DiscoConfig:

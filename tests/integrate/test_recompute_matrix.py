@@ -35,7 +35,7 @@ _SLOW_LINK = 200 * 10**6
 
 
 def depth(family: str) -> dict[str, int]:
-    return {"n_layer" if family == "gpt2" else "num_hidden_layers": 3}
+    return {"n_layer" if family == "gpt2" else "num_hidden_layers": 2}
 
 
 def lora(family: str, dtype: str, checkpointing: str, dropout: float) -> Make:

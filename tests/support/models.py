@@ -39,7 +39,7 @@ def tiny_lora(
     *,
     dtype: torch.dtype = torch.float32,
     checkpointing: bool = False,
-    layers: int = 2,
+    layers: int = 1,
     hidden: int = 64,
     vocabulary: int = 96,
     seed: int = 0,

@@ -12,6 +12,8 @@ from tests.support.plans.host_updated_plans import HOST_UPDATED_FAULTS
 from tests.verify.safety import KINDS, Result, hunt, plant
 
 GRAPHS = int(os.environ.get("DISCO_SAFETY_GRAPHS", "1200"))
+PLANTED = 8
+"""How often each fault is planted."""
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -27,9 +29,9 @@ def test_no_random_plan_is_wrong_in_any_order(part: int) -> None:
 def test_no_planted_fault_goes_unnoticed() -> None:
     """Those of ranges have tests of their own."""
     result = Result()
-    plant(20, result, first_seed=5, kinds=KINDS[:3])
-    assert result.planted == dict.fromkeys({**FAULTS, **STATE_FAULTS, **HOST_UPDATED_FAULTS}, 20)
+    plant(PLANTED, result, first_seed=5, kinds=KINDS[:3])
+    assert result.planted == dict.fromkeys({**FAULTS, **STATE_FAULTS, **HOST_UPDATED_FAULTS}, PLANTED)
     assert result.either == result.planted
     assert result.static == result.planted
     for faults in (RUN_FAULTS, STATE_RUN_FAULTS, HOST_UPDATED_FAULTS):
-        assert sum(result.dynamic[name] for name in faults) > 0.5 * 20 * len(faults)
+        assert sum(result.dynamic[name] for name in faults) > 0.5 * PLANTED * len(faults)

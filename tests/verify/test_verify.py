@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -26,15 +27,20 @@ from tests.support.plans.plans import tight_plans
 GRAPHS = Path(__file__).parents[1] / "data" / "graphs"
 
 
-PLANS = tight_plans(250)
+@functools.cache
+def plans() -> list[tuple[TaskGraph, MemGraph]]:
+    """Good ones."""
+    made = tight_plans(250)
+    for graph, plan in made:
+        verify(graph, plan)
+    return made
 
 
 @pytest.mark.parametrize("name", sorted(FAULTS))
 def test_a_planted_fault_is_noticed(name: str) -> None:
     rng = random.Random(7)
     planted = 0
-    for graph, plan in PLANS:
-        verify(graph, plan)
+    for graph, plan in plans():
         bad = FAULTS[name](plan, rng)
         if bad is not None and bad != plan:
             planted += 1
@@ -45,7 +51,7 @@ def test_a_planted_fault_is_noticed(name: str) -> None:
 
 def test_a_plan_that_forgets_what_is_kept_is_noticed() -> None:
     caught = 0
-    for graph, _ in PLANS:
+    for graph, _ in plans():
         careless = replace(graph, vertices=tuple(replace(v, keep=False) for v in graph.vertices))
         try:
             plan = build(careless, belady)
@@ -62,7 +68,7 @@ def test_a_plan_that_forgets_what_is_kept_is_noticed() -> None:
 
 def test_a_cyclic_plan_must_bring_its_residents_back() -> None:
     caught = 0
-    for graph, _ in PLANS:
+    for graph, _ in plans():
         everything = tuple(vertex.id for vertex in graph.vertices if host_copy_exists(vertex))
         try:
             plan = build(graph, belady, residents=Residents((), everything))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +19,10 @@ from tests.support.oracles.adversary import run_reference
 from tests.support.oracles.naive_judge import is_safe
 from tests.support.plans.home_plans import home_plans
 
-PLANS = home_plans(240)
+
+@functools.cache
+def plans() -> list[tuple[TaskGraph, MemGraph]]:
+    return home_plans(240)
 
 
 def refused_by_adversary(graph: TaskGraph, plan: MemGraph, orders: int) -> bool:
@@ -32,7 +36,7 @@ def refused_by_adversary(graph: TaskGraph, plan: MemGraph, orders: int) -> bool:
 
 def test_every_judge_accepts_good_plans() -> None:
     traits: Counter[Traits] = Counter()
-    for graph, plan in PLANS:
+    for graph, plan in plans():
         traits.update({vertex.traits for vertex in plan.vertices if vertex.sizes[0]})
         verify(graph, plan)
         assert is_safe(graph, plan)
@@ -46,7 +50,7 @@ def test_every_judge_accepts_good_plans() -> None:
 def test_every_judge_notices_a_planted_fault(name: str) -> None:
     """The adversary, which draws orders by lot, most of those that an execution can show."""
     rng, planted, shown = random.Random(5), 0, 0
-    for graph, plan in PLANS:
+    for graph, plan in plans():
         bad = HOME_FAULTS[name](plan, rng)
         if bad is None:
             continue

@@ -3,6 +3,7 @@ resident, or a state's last version not at its home."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -21,7 +22,10 @@ from tests.support.oracles.adversary import run_reference
 from tests.support.oracles.naive_judge import is_safe
 from tests.support.plans.host_updated_plans import HOST_UPDATED_FAULTS, host_updated_plans
 
-PLANS = host_updated_plans(160)
+
+@functools.cache
+def plans() -> list[tuple[TaskGraph, MemGraph]]:
+    return host_updated_plans(160)
 
 
 def refused_by_adversary(graph: TaskGraph, plan: MemGraph, orders: int) -> bool:
@@ -41,7 +45,7 @@ MESSAGES = dict.fromkeys(HOST_UPDATED_FAULTS, IS_RESIDENT) | {
 
 def test_every_judge_accepts_good_plans() -> None:
     states = 0
-    for graph, plan in PLANS:
+    for graph, plan in plans():
         states += any(vertex.traits == HOST_UPDATED_STATE for vertex in plan.vertices)
         verify(graph, plan)
         assert is_safe(graph, plan)
@@ -54,7 +58,7 @@ def test_every_judge_notices_a_planted_fault(name: str) -> None:
     """The adversary wherever a vertex of the second step, or the host, reads what the first has left."""
     rng = random.Random(7)
     planted = 0
-    for graph, plan in PLANS:
+    for graph, plan in plans():
         bad = HOST_UPDATED_FAULTS[name](plan, rng)
         if bad is None:
             continue
@@ -124,7 +128,7 @@ def test_a_kept_host_updated_input_needs_no_copy_on_the_device() -> None:
     """The host has it when the step ends."""
     weight = Vertex(0, VertexKind.INPUT, 0, sizes=(512,), traits=HOST_UPDATED, keep=True)
     kernel = Vertex(1, VertexKind.KERNEL, 0, inputs=((0, 0),), sizes=(512,))
-    graph = replace(PLANS[0][0], spaces=PLANS[0][0].devices[:1], vertices=(weight, kernel, replace(kernel, id=2)))
+    graph = replace(plans()[0][0], spaces=plans()[0][0].devices[:1], vertices=(weight, kernel, replace(kernel, id=2)))
     plan = make_plan(graph, memory=1024, planner="timed", cyclic=True)
     graph = replace(graph, spaces=plan.devices)
     verify(graph, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -22,7 +23,12 @@ from tests.support.oracles.adversary import run_reference
 from tests.support.oracles.naive_judge import is_safe
 from tests.support.plans.state_plans import state_plans, timed_state_plans
 
-PLANS = [*state_plans(300), *timed_state_plans(80)]
+
+@functools.cache
+def plans() -> list[tuple[TaskGraph, MemGraph]]:
+    return [*state_plans(300), *timed_state_plans(80)]
+
+
 SIZE = 256
 INPUT, KERNEL = VertexKind.INPUT, VertexKind.KERNEL
 
@@ -37,7 +43,7 @@ def refused_by_adversary(graph: TaskGraph, plan: MemGraph, orders: int) -> bool:
 
 
 def test_every_judge_accepts_good_plans() -> None:
-    for graph, plan in PLANS:
+    for graph, plan in plans():
         verify(graph, plan)
         assert is_safe(graph, plan)
         assert not refused_by_adversary(graph, plan, 5)
@@ -47,7 +53,7 @@ def test_every_judge_accepts_good_plans() -> None:
 def test_every_judge_notices_a_planted_fault(name: str) -> None:
     """The adversary, which draws orders by lot, most of those that an execution can show."""
     rng, planted, shown = random.Random(5), 0, 0
-    for graph, plan in PLANS:
+    for graph, plan in plans():
         bad = STATE_FAULTS[name](plan, rng)
         if bad is None:
             continue
