@@ -27,6 +27,8 @@ from disco_accel.integrate.hf.static_cache import (
     check_static,
     fill_static,
     is_static,
+    move_home,
+    names_at_home,
     static_arguments,
     static_cache_of,
 )
@@ -51,7 +53,7 @@ class _CacheInPlan:
 
     ``arguments``: its contents. ``traced``: takes them out of all arguments of a trace and makes a cache of them, with
     new tensors in ``added``. ``fill``: gives these, and the ``counts`` of the traced one, to the user's cache.
-    ``beside``, ``releases``: as of ``ForwardRequest``.
+    ``beside``, ``releases``, ``at_home``: as of ``ForwardRequest``.
     """
 
     arguments: dict[str, Any]
@@ -59,6 +61,7 @@ class _CacheInPlan:
     fill: Callable[[Tensors, Any], None]
     beside: Callable[[CapturedStep], int] = lambda _: 0
     releases: bool = False
+    at_home: frozenset[str] = frozenset()
 
 
 def planned_forward(
@@ -148,6 +151,7 @@ def _with_cache(
         beside=cache.beside,
         releases=cache.releases,
         changed=lambda name: name.startswith(ARGUMENT),
+        at_home=cache.at_home,
     )
     return *run_forward(state, model, request), cache.fill
 
@@ -159,10 +163,15 @@ def _cache_in_plan(state: Session, batch: Mapping[str, Any]) -> _CacheInPlan:
         check_static(cache, device)
         if state.setup.settings.devices > 1:
             raise CaptureError(f"{_CACHE}: a static cache cannot be filled by several devices; use one")
+        if cache.offloading:
+            move_home(cache)
         return _CacheInPlan(
             static_arguments(cache, batch, tokens, device),
             static_cache_of,
             lambda made, counts: fill_static(cache, made, counts),
+            at_home=frozenset(
+                name if name.startswith(ARGUMENT) else _OF_CACHE + name for name in names_at_home(cache)
+            ),
         )
     check_cache(cache)
     if cache.get_seq_length() and tokens == 1:

@@ -14,13 +14,15 @@ from transformers import StaticCache
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 
 from disco_accel.errors import CaptureError, ExecutionError
+from disco_accel.native.host_memory import copied_from
 
 ARGUMENT = "static_cache"
 """The argument of a traced forward with the tensors of the cache; names of these tensors begin with it."""
 _DESCRIBED = "static_layers"
 
-Described = tuple[tuple[int, int], ...]
-"""For each layer the tokens that it holds at most, and -1; with a sliding window the tokens that it counts instead."""
+Described = tuple[tuple[int, int, bool], ...]
+"""For each layer the tokens that it holds at most, and -1; with a sliding window the tokens that it counts instead.
+Behind these, whether its keys and values are in host memory."""
 
 
 def is_static(cache: Any) -> bool:
@@ -30,11 +32,9 @@ def is_static(cache: Any) -> bool:
 
 def check_static(cache: StaticCache, device: torch.device) -> None:
     """Raise CaptureError, naming the reason, for a static cache that no plan on ``device`` can fill."""
-    if getattr(cache, "offloading", False):
-        raise CaptureError("past_key_values: one that offloads itself cannot be planned; set offloading=False")
     layers: list[Any] = cache.layers
     for index, layer in enumerate(layers):
-        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
+        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer, _LayerAtHome):
             raise CaptureError(f"past_key_values: layer {index} is a {type(layer).__name__}, which cannot be planned")
         if not isinstance(getattr(layer, "cumulative_length", None), torch.Tensor):
             raise CaptureError(
@@ -43,6 +43,55 @@ def check_static(cache: StaticCache, device: torch.device) -> None:
             )
         if layer.is_initialized and layer.device != device:
             raise CaptureError(f"past_key_values: layer {index} is on {layer.device}; make the cache on {device}")
+
+
+class _LayerAtHome(StaticLayer):
+    """Its keys and values are in host memory. A forward without a plan brings them to the device, and takes them back."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.prefetch()
+        try:
+            return super().update(key_states, value_states, *args, **kwargs)
+        finally:
+            self.offload()
+
+    def offload(self) -> None:
+        """As of the base class, into page-locked memory, and done when it returns."""
+        if self.is_initialized:
+            self.keys, self.values = (_in_host_memory(tensor, self.device) for tensor in (self.keys, self.values))
+
+
+def _in_host_memory(tensor: Any, device: torch.device) -> torch.Tensor:
+    """``tensor``, or a copy of it in host memory that copies to ``device`` are fast with."""
+    if tensor.is_cpu and (tensor.is_pinned() or device.type == "cpu"):
+        return tensor
+    made = copied_from(tensor.shape, tensor.stride(), tensor.dtype, device)
+    return made.copy_(tensor)
+
+
+def move_home(cache: StaticCache, *, made: bool = True) -> bool:
+    """Have the layers of ``cache`` that have no window keep keys and values in host memory; whether any did not before.
+    ``made``: those that have tensors already too."""
+    layers: list[Any] = cache.layers
+    moved = [layer for layer in layers if type(layer) is StaticLayer and (made or not layer.is_initialized)]
+    for layer in moved:
+        layer.__class__ = _LayerAtHome
+    for layer in layers:
+        if type(layer) is _LayerAtHome:
+            # Others may have given it other tensors since.
+            layer.offload()
+    return bool(moved)
+
+
+def names_at_home(cache: StaticCache) -> frozenset[str]:
+    """Names of the tensors in host memory, among ``static_arguments`` and of ``_TracedStaticCache.added``."""
+    layers: list[Any] = cache.layers
+    return frozenset(
+        f"{ARGUMENT}.{index}.{place}" if layer.is_initialized else f"{index}.{name}"
+        for index, layer in enumerate(layers)
+        if type(layer) is _LayerAtHome
+        for place, name in enumerate(("keys", "values"))
+    )
 
 
 def static_arguments(cache: StaticCache, batch: Mapping[str, Any], tokens: int, device: torch.device) -> dict[str, Any]:
@@ -59,7 +108,7 @@ def static_arguments(cache: StaticCache, batch: Mapping[str, Any], tokens: int, 
     if any(layer.is_initialized for layer in layers):
         _require_positions(batch)
         _require_room(layers, tokens)
-    described = tuple((layer.max_cache_len, _counted(layer, tokens)) for layer in layers)
+    described = tuple((layer.max_cache_len, _counted(layer, tokens), type(layer) is _LayerAtHome) for layer in layers)
     return {ARGUMENT: tuple(_tensors(layer) for layer in layers), _DESCRIBED: described}
 
 
@@ -123,10 +172,10 @@ class _TracedStaticCache(StaticCache):
     layer and name, as clones."""
 
     def __init__(self, held: Sequence[Sequence[torch.Tensor]], described: Described) -> None:
-        layers = [_layer(tensors, *about) for tensors, about in zip(held, described, strict=True)]
+        layers = [_layer(tensors, *about[:2]) for tensors, about in zip(held, described, strict=True)]
         Cache.__init__(self, layers=layers)
         self._new = [index for index, tensors in enumerate(held) if len(tensors) == 1]
-        self._before = [counted for _, counted in described]
+        self._before = [counted for _, counted, _ in described]
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -173,7 +222,8 @@ def _layer(tensors: Sequence[torch.Tensor], most: int, counted: int) -> Any:
 def _hold(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
     """As ``lazy_initialization`` of the layer."""
     layer.keys, layer.values = keys, values
-    layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+    # Its length is where the forward runs.
+    layer.dtype, layer.device, layer.is_initialized = keys.dtype, layer.cumulative_length.device, True
     layer.batch_size, layer.num_heads, _, layer.k_head_dim = keys.shape
     layer.v_head_dim = values.shape[-1]
 

@@ -154,7 +154,7 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def leaving_bytes(captured: CapturedStep) -> dict[str, int]:
     """Name → bytes of the user's copy of each output, or of its memory outside the arena. A loss takes none."""
-    outside = (b for b in captured.bindings if b.source is InputSource.OUTSIDE)
+    outside = (b for b in captured.bindings if b.source is InputSource.OUTSIDE and b.vertex not in captured.at_home)
     returned: list[ValueBinding | InputBinding] = [*captured.outputs, *outside]
     return {
         o.name: math.prod(o.spec.shape) * getattr(torch, o.spec.dtype).itemsize if o.spec.shape else 0 for o in returned
