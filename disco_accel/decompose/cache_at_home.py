@@ -89,9 +89,7 @@ class _AtHome:
             return
         self._vertices.append(replace(vertex, space=self._host))
         ref = (vertex.id, 0)
-        load = Vertex(
-            next(self._fresh), VertexKind.COPY, vertex.space, "load", (ref,), vertex.sizes, source=self._host
-        )
+        load = Vertex(next(self._fresh), VertexKind.COPY, vertex.space, "load", (ref,), vertex.sizes, source=self._host)
         self._loads[vertex.id] = load
         self._on_device[ref] = (load.id, 0)
 
@@ -138,7 +136,9 @@ class _AtHome:
         ref = self._on_device.get(vertex.inputs[source.input], vertex.inputs[source.input])
         size = self._sizes[outside, 0]
         if self._sizes[vertex.inputs[source.input]] != size or source.spec.offset or not _same(call):
-            raise CaptureError(f"{self._of[outside].name}: lies in memory of others; make a StaticCache without offloading")
+            raise CaptureError(
+                f"{self._of[outside].name}: lies in memory of others; make a StaticCache without offloading"
+            )
         copy = replace(vertex, kind=VertexKind.COPY, op="leave", inputs=(ref,), sizes=(size,), space=self._host)
         self._vertices.append(replace(copy, source=vertex.space, traits=MADE_FOREIGN, keep=False))
         self.leaving[outside] = vertex.id

@@ -6,7 +6,7 @@ window counts its tokens in Python: a plan for one token is for a window that is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from disco_accel.native.host_memory import copied_from
 ARGUMENT = "static_cache"
 """The argument of a traced forward with the tensors of the cache; names of these tensors begin with it."""
 _DESCRIBED = "static_layers"
+_LOADED_AHEAD = 2
+"""Layers at home have room on the device for so many at a time."""
 
 Described = tuple[tuple[int, int, bool], ...]
 """For each layer the tokens that it holds at most, and -1; with a sliding window the tokens that it counts instead.
@@ -69,18 +71,31 @@ def _in_host_memory(tensor: Any, device: torch.device) -> torch.Tensor:
     return made.copy_(tensor)
 
 
-def move_home(cache: StaticCache, *, made: bool = True) -> bool:
-    """Have the layers of ``cache`` that have no window keep keys and values in host memory; whether any did not before.
-    ``made``: those that have tensors already too."""
+def move_home(cache: StaticCache, indices: Collection[int] | None = None) -> None:
+    """Have layers of ``cache`` keep keys and values in host memory: those of ``indices``, or all without a window."""
     layers: list[Any] = cache.layers
-    moved = [layer for layer in layers if type(layer) is StaticLayer and (made or not layer.is_initialized)]
-    for layer in moved:
-        layer.__class__ = _LayerAtHome
-    for layer in layers:
-        if type(layer) is _LayerAtHome:
-            # Others may have given it other tensors since.
-            layer.offload()
-    return bool(moved)
+    for index, layer in enumerate(layers):
+        if type(layer) is StaticLayer and (indices is None or index in indices):
+            layer.__class__ = _LayerAtHome
+
+
+def layers_to_move(cache: StaticCache, sizes: Mapping[int, int], missing: int) -> list[list[int]]:
+    """Layers of ``cache`` to have at home where ``missing`` bytes of the budget are short: as few as free that many and
+    what loads take, and all. ``sizes``: bytes of keys and values by layer, if they are known. Layers with a window, and
+    with tokens, stay; the first layers do too, since loads of the last have the most time."""
+    layers: list[Any] = cache.layers
+    able = [i for i, layer in enumerate(layers) if type(layer) is StaticLayer and not _holds_tokens(layer)]
+    if not able:
+        return []
+    free = missing + _LOADED_AHEAD * max(sizes.get(index, 0) for index in able)
+    few: list[int] = []
+    while sizes.keys() >= set(able) and len(few) < len(able) and sum(sizes[index] for index in few) < free:
+        few.append(able[-1 - len(few)])
+    return [few, able] if 0 < len(few) < len(able) else [able]
+
+
+def _holds_tokens(layer: Any) -> bool:
+    return bool(layer.is_initialized) and int(layer.cumulative_length) > 0
 
 
 def names_at_home(cache: StaticCache) -> frozenset[str]:
@@ -105,6 +120,9 @@ def static_arguments(cache: StaticCache, batch: Mapping[str, Any], tokens: int, 
     for layer in layers:
         # Where the layer's first update brings it in eager mode.
         layer.cumulative_length = layer.cumulative_length.to(device)
+        if type(layer) is _LayerAtHome:
+            # Others may have given it other tensors since.
+            layer.offload()
     if any(layer.is_initialized for layer in layers):
         _require_positions(batch)
         _require_room(layers, tokens)
@@ -162,20 +180,22 @@ def _counted(layer: Any, tokens: int) -> int:
     return most if length >= most else 0
 
 
-def static_cache_of(arguments: dict[str, Any]) -> _TracedStaticCache:
-    """The cache that ``static_arguments`` has put among ``arguments``, which are taken out."""
-    return _TracedStaticCache(arguments.pop(ARGUMENT), arguments.pop(_DESCRIBED))
+def static_cache_of(arguments: dict[str, Any], sizes: dict[int, int]) -> _TracedStaticCache:
+    """The cache that ``static_arguments`` has put among ``arguments``, which are taken out. ``sizes`` gets the bytes of
+    keys and values of each layer that has none before."""
+    return _TracedStaticCache(arguments.pop(ARGUMENT), arguments.pop(_DESCRIBED), sizes)
 
 
 class _TracedStaticCache(StaticCache):
     """A static cache whose layers hold the tensors that are given. ``made``: tensors of layers that had none before, by
     layer and name, as clones."""
 
-    def __init__(self, held: Sequence[Sequence[torch.Tensor]], described: Described) -> None:
+    def __init__(self, held: Sequence[Sequence[torch.Tensor]], described: Described, sizes: dict[int, int]) -> None:
         layers = [_layer(tensors, *about[:2]) for tensors, about in zip(held, described, strict=True)]
         Cache.__init__(self, layers=layers)
         self._new = [index for index, tensors in enumerate(held) if len(tensors) == 1]
         self._before = [counted for _, counted, _ in described]
+        self._sizes = sizes
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -192,6 +212,7 @@ class _TracedStaticCache(StaticCache):
             layer: Any = self.layers[index]
             if layer.is_initialized:
                 made |= {f"{index}.{name}": getattr(layer, name).clone() for name in ("keys", "values")}
+                self._sizes[index] = layer.keys.nbytes + layer.values.nbytes
         return made
 
 
