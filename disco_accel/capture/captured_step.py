@@ -113,6 +113,12 @@ class CapturedStep:
         hosts = host_devices(self.graph.devices)
         return frozenset(vertex.id for vertex in self.graph.vertices if is_foreign(vertex) and vertex.space in hosts)
 
+    @property
+    def bytes_at_home(self) -> int:
+        """Bytes of these tensors."""
+        sizes = {vertex.id: vertex.sizes[0] for vertex in self.graph.vertices}
+        return sum(sizes[binding.vertex] for binding in self.bindings if binding.vertex in self.at_home)
+
     def rewritten(self, name: str, effect: str, graph: TaskGraph, **fields: Any) -> CapturedStep:
         """The step with ``graph``, noted as the result of one more pass, and with other ``fields``."""
         return replace(

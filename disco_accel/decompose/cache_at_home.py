@@ -15,14 +15,17 @@ from disco_accel.errors import CaptureError
 from disco_accel.graph.copies import is_transfer
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.spaces import Space, SpaceKind
-from disco_accel.graph.taskgraph import OpCall, OpResult, Ref, TaskGraph, TensorArg, Vertex, VertexKind, tensor_args
+from disco_accel.graph.taskgraph import OpCall, OpResult, Ref, TaskGraph, Vertex, VertexKind, tensor_args
 from disco_accel.graph.traits import MADE_FOREIGN
 from disco_accel.graph.values import is_foreign
+
+LEAVES = "leave"
+"""The op of a transfer that takes a whole tensor home."""
 
 _SMALL_VALUES = 1 << 20
 """Bytes of a host device's memory for scratch."""
 
-_HELD = (4, 2)
+_HELD, _FEWER = 4, 2
 """Loads that have memory on the device at a time: keys and values of two layers, or of one, whose next wait for it."""
 
 
@@ -82,7 +85,7 @@ class _AtHome:
         backing = tuple(space for space in self._graph.spaces if space.id < 0)
         spaces = (*self._graph.devices, host, *backing)
         graph = replace(self._graph, spaces=spaces, vertices=tuple(self._vertices), ops=self._calls)
-        return _with_loads(graph, list(self._loads.values()), _HELD[0])
+        return _with_loads(graph, list(self._loads.values()), _HELD)
 
     def _input(self, vertex: Vertex) -> None:
         if self._of[vertex.id].source is InputSource.OUTSIDE:
@@ -139,7 +142,7 @@ class _AtHome:
             raise CaptureError(
                 f"{self._of[outside].name}: lies in memory of others; make a StaticCache without offloading"
             )
-        copy = replace(vertex, kind=VertexKind.COPY, op="leave", inputs=(ref,), sizes=(size,), space=self._host)
+        copy = replace(vertex, kind=VertexKind.COPY, op=LEAVES, inputs=(ref,), sizes=(size,), space=self._host)
         self._vertices.append(replace(copy, source=vertex.space, traits=MADE_FOREIGN, keep=False))
         self.leaving[outside] = vertex.id
 
@@ -163,13 +166,13 @@ def _is_load(vertex: Vertex, foreign: Collection[int]) -> bool:
     return is_transfer(vertex) and vertex.inputs[0][0] in foreign
 
 
-def other_loads(graph: TaskGraph) -> list[TaskGraph]:
-    """``graph`` with its loads of keys and values at other places of its order, where they need less memory; empty if it
-    has none."""
+def frugal_loads(graph: TaskGraph) -> TaskGraph | None:
+    """``graph`` with its loads of keys and values later in its order, where they need less memory; None if it has
+    none."""
     hosts = host_devices(graph.devices)
     foreign = {v.id for v in graph.vertices if v.kind is VertexKind.INPUT and is_foreign(v) and v.space in hosts}
     loads = [vertex for vertex in graph.vertices if _is_load(vertex, foreign)]
-    return [_with_loads(graph, loads, held) for held in _HELD[1:]] if loads else []
+    return _with_loads(graph, loads, _FEWER) if loads else None
 
 
 def _with_loads(graph: TaskGraph, loads: Sequence[Vertex], held: int) -> TaskGraph:

@@ -48,7 +48,7 @@ def check_static(cache: StaticCache, device: torch.device) -> None:
 
 
 class _LayerAtHome(StaticLayer):
-    """Its keys and values are in host memory. A forward without a plan brings them to the device, and takes them back."""
+    """Its keys and values are in host memory. A forward without a plan takes them to the device and back."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.prefetch()

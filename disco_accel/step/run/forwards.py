@@ -53,8 +53,8 @@ class ForwardRequest:
     ``kind``: a word of the plan's key and of messages. ``trace``: arguments → the tensors of the result by name, each a
     clone, and the rest of the result. ``contexts``: around the trace. ``beside``: bytes of the budget that the caller
     takes for itself besides the batch and the results. ``releases``: the caller frees tensors of the batch as soon as
-    it has the result. ``changed``: which tensors of the batch the forward may write to in place. ``at_home``: those, and
-    results, that are in host memory.
+    it has the result. ``changed``: which tensors of the batch the forward may write to in place. ``at_home``: names of
+    those, and of results, that are in host memory.
     """
 
     kind: str

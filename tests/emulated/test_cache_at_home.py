@@ -1,0 +1,46 @@
+"""Keys and values in host memory beside an emulated GPU: bits, and forwards without a plan on the same cache."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from disco_accel import stats
+from tests.emulated.models import CUDA, least
+from tests.support.models import random_batch, tiny_lora
+
+
+def generated(model: Any, kind: str, **keys: Any) -> Any:
+    ids = random_batch(length=12)["input_ids"].to(CUDA)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "cache_implementation": kind}
+    given |= {"do_sample": False, "eos_token_id": 95, "pad_token_id": 0, "disable_compile": True}
+    return model.generate(**given, max_new_tokens=5, return_dict_in_generate=True, output_logits=True, **keys)
+
+
+@pytest.mark.usefixtures("random_order")
+@pytest.mark.parametrize("keys", [{}, {"num_beams": 3}, {"prefill_chunk_size": 5}])
+def test_a_cache_in_host_memory_gives_eagers_tokens(keys: dict[str, Any]) -> None:
+    """With a budget in which nothing else would fit; a forward without a plan takes keys and values to the GPU and
+    back."""
+    model = tiny_lora(layers=3, hidden=32).eval()
+    eager = copy.deepcopy(model).to(CUDA)
+    planned = least(model, lambda m: generated(m, "offloaded_static", **keys))
+    got, want = generated(planned, "offloaded_static", **keys), generated(eager, "static", **keys)
+    assert torch.equal(got.sequences, want.sequences) and all(map(torch.equal, got.logits, want.logits))
+    found = stats(planned)
+    assert found["forwards_unplanned"] == 0 and found["engine"]["c10_allocations"] == 0
+    held = [(layer.keys, layer.values) for layer in got.past_key_values.layers]
+    assert all(tensor.is_cpu for pair in held for tensor in pair)
+    assert found["cache_at_home_bytes"] == sum(tensor.nbytes for pair in held for tensor in pair)
+    more = got.sequences[: held[0][0].shape[0], :1]
+    with torch.no_grad():
+        ours, eagers = (
+            m(input_ids=more, past_key_values=made.past_key_values).logits
+            for m, made in ((planned, got), (eager, want))
+        )
+    assert torch.equal(ours, eagers) and stats(planned)["forwards_unplanned"] == 1
+    for ours, eagers in zip(got.past_key_values.layers, want.past_key_values.layers, strict=True):
+        assert ours.keys.is_pinned() and torch.equal(ours.keys, eagers.keys.cpu())
