@@ -36,7 +36,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 
 
 def generated(model: Any, ids: torch.Tensor, tokens: int, capacity: int = 0, *, offloaded: bool = False) -> Result:
-    """Greedy tokens behind ``ids``; no token ends a row. ``capacity``: of the cache, in tokens; 0: as many as needed."""
+    """Greedy tokens behind ``ids``; no token ends a row. ``capacity``: of the cache, in tokens; 0: as few as do."""
     cache = StaticCache(config=model.config, max_cache_len=capacity, offloading=offloaded) if capacity else None
     made = model.generate(
         input_ids=ids,
