@@ -14,7 +14,9 @@ from tests.support.models import random_batch, tiny_lora
 
 
 def generated(model: Any, kind: str, **keys: Any) -> Any:
+    """With room for some tokens more."""
     ids = random_batch(length=12)["input_ids"].to(CUDA)
+    model.get_base_model()._previous_max_cache_length = 24
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "cache_implementation": kind}
     given |= {"do_sample": False, "eos_token_id": 95, "pad_token_id": 0, "disable_compile": True}
     return model.generate(**given, max_new_tokens=5, return_dict_in_generate=True, output_logits=True, **keys)
@@ -35,7 +37,7 @@ def test_a_cache_in_host_memory_gives_eagers_tokens(keys: dict[str, Any]) -> Non
     held = [(layer.keys, layer.values) for layer in got.past_key_values.layers]
     assert all(tensor.is_cpu for pair in held for tensor in pair)
     assert found["cache_at_home_bytes"] == sum(tensor.nbytes for pair in held for tensor in pair)
-    more = got.sequences[: held[0][0].shape[0], :1]
+    more = torch.full((held[0][0].shape[0], 1), 7, device=CUDA)
     with torch.no_grad():
         ours, eagers = (
             m(input_ids=more, past_key_values=made.past_key_values).logits

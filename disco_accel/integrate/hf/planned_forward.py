@@ -25,6 +25,7 @@ from disco_accel.integrate.hf.kv_cache import (
 )
 from disco_accel.integrate.hf.static_cache import (
     ARGUMENT,
+    adopt_empty,
     check_static,
     fill_static,
     is_static,
@@ -191,13 +192,14 @@ def _cache_in_plan(state: Session, batch: Mapping[str, Any]) -> _CacheInPlan:
     cache, tokens = batch[_CACHE], tokens_of(batch)
     if is_static(cache):
         device = state.memory.device
-        check_static(cache, device)
-        if state.setup.settings.devices > 1:
-            raise CaptureError(f"{_CACHE}: a static cache cannot be filled by several devices; use one")
         if cache.offloading:
             if state.setup.config.planner != _PLANNER:
                 raise CaptureError(f"{_CACHE}: one that offloads itself needs planner: {_PLANNER}")
             move_home(cache)
+        adopt_empty(cache, device)
+        check_static(cache, device)
+        if state.setup.settings.devices > 1:
+            raise CaptureError(f"{_CACHE}: a static cache cannot be filled by several devices; use one")
         sizes = _layer_bytes(state, cache, batch)
         return _CacheInPlan(
             static_arguments(cache, batch, tokens, device),

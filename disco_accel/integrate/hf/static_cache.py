@@ -51,11 +51,14 @@ class _LayerAtHome(StaticLayer):
     """Its keys and values are in host memory. A forward without a plan takes them to the device and back."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.prefetch()
+        super().prefetch()
         try:
             return super().update(key_states, value_states, *args, **kwargs)
         finally:
             self.offload()
+
+    def prefetch(self) -> None:
+        """Nothing: the base class's leaves a layer on the device when a forward has ended, on a stream of its own."""
 
     def offload(self) -> None:
         """As of the base class, into page-locked memory, and done when it returns."""
@@ -77,6 +80,18 @@ def move_home(cache: StaticCache, indices: Collection[int] | None = None) -> Non
     for index, layer in enumerate(layers):
         if type(layer) is StaticLayer and (indices is None or index in indices):
             layer.__class__ = _LayerAtHome
+
+
+def adopt_empty(cache: StaticCache, device: torch.device) -> None:
+    """Take tensors without tokens to ``device``, or to host memory beside it: ``generate`` makes those for a prompt in
+    chunks where the model's weights are."""
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if not layer.is_initialized or layer.device == device or layer.device.type != "cpu" or _holds_tokens(layer):
+            continue
+        if type(layer) is not _LayerAtHome:
+            layer.keys, layer.values = layer.keys.to(device), layer.values.to(device)
+        layer.device = device
 
 
 def layers_to_move(cache: StaticCache, sizes: Mapping[int, int], missing: int) -> list[list[int]]:
