@@ -183,11 +183,11 @@ def _with_loads(graph: TaskGraph, loads: Sequence[Vertex], held: int) -> TaskGra
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for position, vertex in enumerate(vertices):
-        for load in {value_of[ref] for ref in vertex.inputs if ref in value_of}:
-            first.setdefault(load, position)
-            last[load] = position
-            if any(value_of.get(vertex.inputs[at]) == load for _, at in vertex.inplace):
-                value_of[vertex.id, 0] = load
+        for read in {value_of[ref] for ref in vertex.inputs if ref in value_of}:
+            first.setdefault(read, position)
+            last[read] = position
+            if any(value_of.get(vertex.inputs[at]) == read for _, at in vertex.inplace):
+                value_of[vertex.id, 0] = read
     begin = next(position for position, vertex in enumerate(vertices) if vertex.kind is not VertexKind.INPUT)
     turns = sorted(loads, key=lambda load: first.get(load.id, len(vertices)))
     behind: dict[int, list[Vertex]] = {}

@@ -51,7 +51,7 @@ class _LayerAtHome(StaticLayer):
     """Its keys and values are in host memory. A forward without a plan takes them to the device and back."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        super().prefetch()
+        super().prefetch()  # type: ignore[no-untyped-call]
         try:
             return super().update(key_states, value_states, *args, **kwargs)
         finally:
@@ -62,11 +62,11 @@ class _LayerAtHome(StaticLayer):
 
     def offload(self) -> None:
         """As of the base class, into page-locked memory, and done when it returns."""
-        if self.is_initialized:
+        if self.keys is not None and self.values is not None:
             self.keys, self.values = (_in_host_memory(tensor, self.device) for tensor in (self.keys, self.values))
 
 
-def _in_host_memory(tensor: Any, device: torch.device) -> torch.Tensor:
+def _in_host_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``tensor``, or a copy of it in host memory that copies to ``device`` are fast with."""
     if tensor.is_cpu and (tensor.is_pinned() or device.type == "cpu"):
         return tensor
