@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from disco_accel import stats
+from disco_accel import DiscoConfig, prepare, stats
 from tests.emulated.models import CUDA, least
 from tests.support.models import random_batch, tiny_lora
 
@@ -23,10 +23,9 @@ def generated(model: Any, kind: str, **keys: Any) -> Any:
 
 
 @pytest.mark.usefixtures("random_order")
-@pytest.mark.parametrize("keys", [{}, {"num_beams": 3}, {"prefill_chunk_size": 5}])
+@pytest.mark.parametrize("keys", [{}, {"num_beams": 3}])
 def test_a_cache_in_host_memory_gives_eagers_tokens(keys: dict[str, Any]) -> None:
-    """With a budget in which nothing else would fit; a forward without a plan takes keys and values to the GPU and
-    back."""
+    """Under the smallest budgets; a forward without a plan takes keys and values to the GPU and back."""
     model = tiny_lora(layers=3, hidden=32).eval()
     eager = copy.deepcopy(model).to(CUDA)
     planned = least(model, lambda m: generated(m, "offloaded_static", **keys))
@@ -46,3 +45,16 @@ def test_a_cache_in_host_memory_gives_eagers_tokens(keys: dict[str, Any]) -> Non
     assert torch.equal(ours, eagers) and stats(planned)["forwards_unplanned"] == 1
     for ours, eagers in zip(got.past_key_values.layers, want.past_key_values.layers, strict=True):
         assert ours.keys.is_pinned() and torch.equal(ours.keys, eagers.keys.cpu())
+
+
+@pytest.mark.usefixtures("random_order")
+def test_prompts_in_chunks_extend_what_is_in_host_memory() -> None:
+    """With the bits of plans for a cache on the GPU; ``generate`` makes either beside the weights, on the host."""
+    model = tiny_lora(layers=3, hidden=32).eval()
+    wanted = generated(copy.deepcopy(model).to(CUDA), "static").sequences
+    planned = prepare(model, DiscoConfig(memory_budget="96MiB", device=CUDA.type))
+    home, near = (generated(planned, kind, prefill_chunk_size=5) for kind in ("offloaded_static", "static"))
+    assert torch.equal(home.sequences, wanted) and all(map(torch.equal, home.logits, near.logits))
+    for there, here in zip(home.past_key_values.layers, near.past_key_values.layers, strict=True):
+        assert there.keys.is_pinned() and here.keys.is_cuda and torch.equal(there.keys, here.keys.cpu())
+    assert stats(planned)["forwards_unplanned"] == 0 and stats(planned)["fallbacks"] == []

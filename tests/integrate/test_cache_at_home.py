@@ -78,7 +78,7 @@ def test_sampling_beams_and_chunks_are_eagers(keys: dict[str, Any]) -> None:
 def test_a_cache_that_does_not_fit_is_loaded_once_a_token(keys: dict[str, Any]) -> None:
     """Also one whose tensors are there and hold no tokens."""
     beams = keys.get("num_beams", 1)
-    planned, eager = twins(f"{480 + 1550 * beams}KiB")
+    planned, eager = twins(f"{200 + 1830 * beams}KiB")
     for early in (False, True):
         caches = own_cache(planned), own_cache(eager)
         if early:
