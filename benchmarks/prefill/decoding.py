@@ -1,14 +1,16 @@
 """Tokens a second of ``generate`` with a static cache under a budget, beside eager in memory and streamed weights.
 
     python -m benchmarks.prefill.decoding [--hidden 512 --layers 8 --prompt 32 --tokens 16] [--budgets 0.5] [--rounds 5]
-        [--experts 64]
+        [--experts 64] [--capacity 4096 --vocabulary 2048] [--offloaded]
 
 Random weights of a Llama, or of a Qwen3-MoE with 4 of so many experts for a token, with LoRA; the host device, a
 throttled link, one thread. The engines take turns, and every round starts with another one. ``streamed`` is eager with
 the weights of each module brought over the same link before the module runs, none resident: so accelerate's
 ``cpu_offload`` works on a GPU. Seconds of a token are those of a generation less those of one that ends with its first
 token, divided by the tokens behind it. ``bound``: the seconds that the plan's loads for a token take of the link alone,
-or eager's seconds of a token, if those are more. Tokens and logits have eager's bits, or the benchmark fails.
+or eager's seconds of a token, if those are more. Budgets are shares of the weights and, with ``--capacity``, of a cache
+for so many tokens; what does not fit of it is in host memory, with ``--offloaded`` all. Tokens and logits have eager's
+bits, or the benchmark fails.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import StaticCache
 
 from benchmarks.common.subjects import Shape, Times, lora_llama
 from disco_accel import DiscoConfig, prepare, stats
@@ -32,8 +35,9 @@ Result = tuple[torch.Tensor, torch.Tensor]
 """Token ids, (batch, tokens), and logits, (tokens, batch, vocabulary)."""
 
 
-def generated(model: Any, ids: torch.Tensor, tokens: int) -> Result:
-    """Greedy tokens behind ``ids``; no token ends a row."""
+def generated(model: Any, ids: torch.Tensor, tokens: int, capacity: int = 0, *, offloaded: bool = False) -> Result:
+    """Greedy tokens behind ``ids``; no token ends a row. ``capacity``: of the cache, in tokens; 0: as few as do."""
+    cache = StaticCache(config=model.config, max_cache_len=capacity, offloading=offloaded) if capacity else None
     made = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -41,7 +45,8 @@ def generated(model: Any, ids: torch.Tensor, tokens: int) -> Result:
         min_new_tokens=tokens,
         do_sample=False,
         use_cache=True,
-        cache_implementation="static",
+        cache_implementation=None if cache else "static",
+        past_key_values=cache,
         return_dict_in_generate=True,
         output_logits=True,
         pad_token_id=0,
@@ -79,29 +84,43 @@ def _model(shape: Shape, experts: int) -> Any:
     return family_lora("qwen3_moe", **sizes, **chosen).eval()
 
 
+def _cache_bytes(model: Any, rows: int, capacity: int) -> int:
+    config = model.config
+    heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    return 2 * rows * capacity * heads * size * int(config.num_hidden_layers) * model.dtype.itemsize
+
+
 def measure(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a token of each engine, and the bytes that each plan loads for one."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, shape.vocabulary, (shape.batch, args.prompt), generator=generator)
     eager = _model(shape, args.experts)
     weights = sum(p.nbytes for p in eager.parameters())
-    engines: dict[str, Callable[[int], Result]] = {"in memory": lambda tokens: generated(eager, ids, tokens)}
+    cache = _cache_bytes(eager, shape.batch, args.capacity)
+    engines: dict[str, Callable[[int], Result]] = {
+        "in memory": lambda tokens: generated(eager, ids, tokens, args.capacity)
+    }
     models: dict[str, Any] = {}
     for share in args.budgets:
         config = DiscoConfig(
-            memory_budget=int(share * weights), compute_threads=1, link_bandwidth=args.bandwidth, plan_cache=None
+            memory_budget=int(share * (weights + cache)),
+            compute_threads=1,
+            link_bandwidth=args.bandwidth,
+            plan_cache=None,
         )
         models[f"{share:g}"] = model = prepare(_model(shape, args.experts), config).eval()
-        engines[f"{share:g}"] = lambda tokens, model=model: generated(model, ids, tokens)  # type: ignore[misc]
+        engines[f"{share:g}"] = lambda tokens, model=model: generated(  # type: ignore[misc]
+            model, ids, tokens, args.capacity, offloaded=args.offloaded
+        )
 
     def over_link(tokens: int) -> Result:
         with streamed(eager, args.bandwidth):
-            return generated(eager, ids, tokens)
+            return generated(eager, ids, tokens, args.capacity)
 
     engines["streamed"] = over_link
-    wanted = {tokens: generated(eager, ids, tokens) for tokens in (1, args.tokens)}
-    for model in models.values():
-        generated(model, ids, args.tokens)
+    wanted = {tokens: generated(eager, ids, tokens, args.capacity) for tokens in (1, args.tokens)}
+    for name in models:
+        engines[name](args.tokens)
     loads = {name: stats(model)["reload_bytes"] for name, model in models.items()}
     seconds: dict[str, list[float]] = {}
     names = list(engines)
@@ -116,7 +135,12 @@ def measure(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
             seconds.setdefault(name, []).append((taken[args.tokens] - taken[1]) / (args.tokens - 1))
     reasons = [reason for model in models.values() for reason in stats(model)["fallbacks"]]
     assert not reasons, f"forwards had no plan: {reasons}"
-    return {"weights": weights, "loads": loads, "seconds": {name: Times(tuple(t)) for name, t in seconds.items()}}
+    return {
+        "weights": weights,
+        "cache": cache,
+        "loads": loads,
+        "seconds": {name: Times(tuple(t)) for name, t in seconds.items()},
+    }
 
 
 def show(found: dict[str, Any], bandwidth: float) -> str:
@@ -124,7 +148,7 @@ def show(found: dict[str, Any], bandwidth: float) -> str:
     seconds: dict[str, Times] = found["seconds"]
     eager, over_link = seconds["in memory"], seconds["streamed"]
     lines = [
-        f"weights {format_size(found['weights'])}, link {bandwidth:g} bytes/s",
+        f"weights {format_size(found['weights'])}, cache {format_size(found['cache'])}, link {bandwidth:g} bytes/s",
         "| engine | token, s | tokens/s | loads a token | token / bound | streamed / token |",
         "|---|---|---|---|---|---|",
     ]
@@ -145,6 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, default in (("hidden", 512), ("layers", 8), ("batch", 1), ("prompt", 32), ("vocabulary", 2048)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a Llama, without experts")
+    parser.add_argument("--capacity", type=int, default=0, help="tokens of the cache; 0: as many as there are")
+    parser.add_argument("--offloaded", action="store_true", help="all of the cache in host memory")
     parser.add_argument("--tokens", type=int, default=16, help="generated, two or more")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bandwidth", type=float, default=4e8, help="of the link, bytes/s")

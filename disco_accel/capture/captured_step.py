@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.passes import AppliedPass, GraphPass, applied_pass, run_passes
 from disco_accel.graph.taskgraph import Ref, RngSite, TaskGraph, TensorSpec
+from disco_accel.graph.values import is_foreign
 
 
 class InputSource(enum.StrEnum):
@@ -104,6 +106,18 @@ class CapturedStep:
     kept_casts: Mapping[str, str] = field(default_factory=dict)
     structure: Any = None
     offered: frozenset[int] = frozenset()
+
+    @functools.cached_property
+    def at_home(self) -> frozenset[int]:
+        """Tensors of the batch and of the result, by the vertices of their bindings, that are in host memory."""
+        hosts = host_devices(self.graph.devices)
+        return frozenset(vertex.id for vertex in self.graph.vertices if is_foreign(vertex) and vertex.space in hosts)
+
+    @property
+    def bytes_at_home(self) -> int:
+        """Bytes of these tensors."""
+        sizes = {vertex.id: vertex.sizes[0] for vertex in self.graph.vertices}
+        return sum(sizes[binding.vertex] for binding in self.bindings if binding.vertex in self.at_home)
 
     def rewritten(self, name: str, effect: str, graph: TaskGraph, **fields: Any) -> CapturedStep:
         """The step with ``graph``, noted as the result of one more pass, and with other ``fields``."""

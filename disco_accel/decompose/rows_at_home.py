@@ -189,7 +189,8 @@ class _Picking:
 
     def __init__(self, graph: TaskGraph, readers: Mapping[int, _RowReader]) -> None:
         self._graph, self._readers = graph, readers
-        self._host = max(device.id for device in graph.devices) + 1
+        ids = (device.id for device in graph.devices if device.is_host_device)
+        self._host = next(ids, max(device.id for device in graph.devices) + 1)
         self._fresh = max(vertex.id for vertex in graph.vertices) + 1
         self._sizes = {(vertex.id, k): size for vertex in graph.vertices for k, size in enumerate(vertex.sizes)}
         self._by_id = {vertex.id: vertex for vertex in graph.vertices}
@@ -218,9 +219,11 @@ class _Picking:
             else:
                 self._gather(vertex)
         largest = max(reader.picked for reader in self._readers.values())
-        host = Space(self._host, _AHEAD * largest + _SMALL_VALUES, kind=SpaceKind.HOST)
-        backing = tuple(space for space in self._graph.spaces if space.id < 0)
-        spaces = (*self._graph.devices, host, *backing)
+        others = {space.id: space for space in self._graph.spaces}
+        taken = others.pop(self._host).memory if self._host in others else 0
+        host = Space(self._host, taken + _AHEAD * largest + _SMALL_VALUES, kind=SpaceKind.HOST)
+        backing = tuple(space for space in others.values() if space.id < 0)
+        spaces = (*(space for space in others.values() if space.id >= 0), host, *backing)
         return replace(self._graph, spaces=spaces, vertices=tuple(self._vertices), ops=self._calls)
 
     def _gather(self, vertex: Vertex) -> None:

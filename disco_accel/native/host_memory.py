@@ -17,6 +17,7 @@ from disco_accel.graph.taskgraph import TensorSpec
 from disco_accel.host_limits import require_left
 from disco_accel.native.arena import alias, host_arena, touched_bytes
 from disco_accel.native.cuda_backend import LockingRefused, pin, tell_of_refusal
+from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.native.extension import load_extension
 from disco_accel.native.numa import prefer_node_of
 
@@ -43,6 +44,12 @@ def footprint(tensor: torch.Tensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
+
+
+def copied_from(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A new tensor in host memory that copies to and from ``device`` are fast with: page-locked for a GPU."""
+    locked = DEVICE_TYPES[device.type].separate_memory
+    return torch.empty_strided(shape, stride, dtype=dtype, pin_memory=locked)
 
 
 class HostMemory:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import StaticCache
 
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.capture.fake_inputs import batch_tensors
@@ -24,9 +25,13 @@ from disco_accel.integrate.hf.kv_cache import (
 )
 from disco_accel.integrate.hf.static_cache import (
     ARGUMENT,
+    adopt_empty,
     check_static,
     fill_static,
     is_static,
+    layers_to_move,
+    move_home,
+    names_at_home,
     static_arguments,
     static_cache_of,
 )
@@ -42,6 +47,8 @@ if TYPE_CHECKING:
 _CACHE = "past_key_values"
 _OF_CACHE = "cache "
 """The names of a cache's new tensors begin with it: no path into a result does."""
+_PLANNER = "timed"
+"""The one that plans loads of keys and values."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -51,7 +58,7 @@ class _CacheInPlan:
 
     ``arguments``: its contents. ``traced``: takes them out of all arguments of a trace and makes a cache of them, with
     new tensors in ``added``. ``fill``: gives these, and the ``counts`` of the traced one, to the user's cache.
-    ``beside``, ``releases``: as of ``ForwardRequest``.
+    ``beside``, ``releases``, ``at_home``: as of ``ForwardRequest``.
     """
 
     arguments: dict[str, Any]
@@ -59,6 +66,7 @@ class _CacheInPlan:
     fill: Callable[[Tensors, Any], None]
     beside: Callable[[CapturedStep], int] = lambda _: 0
     releases: bool = False
+    at_home: frozenset[str] = frozenset()
 
 
 def planned_forward(
@@ -81,7 +89,7 @@ def planned_forward(
     forward = forward or state.calls.forward
     if cache is None:
         return _fitted(state, model, batch, forward)
-    tensors, (structure, counts), fill_cache = _with_cache(state, model, batch, forward)
+    tensors, (structure, counts), fill_cache = _with_cache_that_fits(state, model, batch, forward)
     own = {name.removeprefix(_OF_CACHE): tensors.pop(name) for name in [*tensors] if name.startswith(_OF_CACHE)}
     fill_cache(own, counts)
     arguments = batch_tensors(batch)
@@ -134,6 +142,33 @@ def _run(
     return result_of(structure, tensors, lambda name: arguments[name])
 
 
+def _with_cache_that_fits(
+    state: Session, model: torch.nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any]
+) -> tuple[Tensors, Any, Callable[[Tensors, Any], None]]:
+    """As ``_with_cache``. Keys and values of a static cache without tokens go to host memory if they do not fit."""
+    try:
+        return _with_cache(state, model, batch, forward)
+    except BudgetTooSmall as error:
+        cache, last = batch[_CACHE], error
+        if not is_static(cache) or state.setup.config.planner != _PLANNER:
+            raise
+        moves = layers_to_move(cache, _layer_bytes(state, cache, batch), error.needed - error.given)
+    for layers in moves:
+        move_home(cache, layers)
+        try:
+            return _with_cache(state, model, batch, forward)
+        except BudgetTooSmall as error:
+            last = error
+    raise last
+
+
+def _layer_bytes(state: Session, cache: StaticCache, batch: Mapping[str, Any]) -> dict[int, int]:
+    """Bytes of keys and values of each layer that a plan of such a batch has made."""
+    inputs = (batch.get(name) for name in ("input_ids", "inputs_embeds"))
+    rows = tuple(tensor.shape[0] for tensor in inputs if tensor is not None)
+    return state.calls.layer_bytes.setdefault((rows, tuple(layer.get_max_length() for layer in cache.layers)), {})
+
+
 def _with_cache(
     state: Session, model: torch.nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any]
 ) -> tuple[Tensors, Any, Callable[[Tensors, Any], None]]:
@@ -148,6 +183,7 @@ def _with_cache(
         beside=cache.beside,
         releases=cache.releases,
         changed=lambda name: name.startswith(ARGUMENT),
+        at_home=cache.at_home,
     )
     return *run_forward(state, model, request), cache.fill
 
@@ -156,13 +192,20 @@ def _cache_in_plan(state: Session, batch: Mapping[str, Any]) -> _CacheInPlan:
     cache, tokens = batch[_CACHE], tokens_of(batch)
     if is_static(cache):
         device = state.memory.device
+        if cache.offloading:
+            if state.setup.config.planner != _PLANNER:
+                raise CaptureError(f"{_CACHE}: one that offloads itself needs planner: {_PLANNER}")
+            move_home(cache)
+        adopt_empty(cache, device)
         check_static(cache, device)
         if state.setup.settings.devices > 1:
             raise CaptureError(f"{_CACHE}: a static cache cannot be filled by several devices; use one")
+        sizes = _layer_bytes(state, cache, batch)
         return _CacheInPlan(
             static_arguments(cache, batch, tokens, device),
-            static_cache_of,
+            lambda arguments: static_cache_of(arguments, sizes),
             lambda made, counts: fill_static(cache, made, counts),
+            at_home=frozenset(name if name.startswith(ARGUMENT) else _OF_CACHE + name for name in names_at_home(cache)),
         )
     check_cache(cache)
     if cache.get_seq_length() and tokens == 1:

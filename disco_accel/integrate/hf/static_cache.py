@@ -6,7 +6,7 @@ window counts its tokens in Python: a plan for one token is for a window that is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,17 @@ from transformers import StaticCache
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 
 from disco_accel.errors import CaptureError, ExecutionError
+from disco_accel.native.host_memory import copied_from
 
 ARGUMENT = "static_cache"
 """The argument of a traced forward with the tensors of the cache; names of these tensors begin with it."""
 _DESCRIBED = "static_layers"
+_LOADED_AHEAD = 2
+"""Layers at home have room on the device for so many at a time."""
 
-Described = tuple[tuple[int, int], ...]
-"""For each layer the tokens that it holds at most, and -1; with a sliding window the tokens that it counts instead."""
+Described = tuple[tuple[int, int, bool], ...]
+"""For each layer the tokens that it holds at most, and -1; with a sliding window the tokens that it counts instead.
+Behind these, whether its keys and values are in host memory."""
 
 
 def is_static(cache: Any) -> bool:
@@ -30,11 +34,9 @@ def is_static(cache: Any) -> bool:
 
 def check_static(cache: StaticCache, device: torch.device) -> None:
     """Raise CaptureError, naming the reason, for a static cache that no plan on ``device`` can fill."""
-    if getattr(cache, "offloading", False):
-        raise CaptureError("past_key_values: one that offloads itself cannot be planned; set offloading=False")
     layers: list[Any] = cache.layers
     for index, layer in enumerate(layers):
-        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
+        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer, _LayerAtHome):
             raise CaptureError(f"past_key_values: layer {index} is a {type(layer).__name__}, which cannot be planned")
         if not isinstance(getattr(layer, "cumulative_length", None), torch.Tensor):
             raise CaptureError(
@@ -43,6 +45,83 @@ def check_static(cache: StaticCache, device: torch.device) -> None:
             )
         if layer.is_initialized and layer.device != device:
             raise CaptureError(f"past_key_values: layer {index} is on {layer.device}; make the cache on {device}")
+
+
+class _LayerAtHome(StaticLayer):
+    """Its keys and values are in host memory. A forward without a plan takes them to the device and back."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        super().prefetch()  # type: ignore[no-untyped-call]
+        try:
+            return super().update(key_states, value_states, *args, **kwargs)
+        finally:
+            self.offload()
+
+    def prefetch(self) -> None:
+        """Nothing: the base class's leaves a layer on the device when a forward has ended, on a stream of its own."""
+
+    def offload(self) -> None:
+        """As of the base class, into page-locked memory, and done when it returns."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = (_in_host_memory(tensor, self.device) for tensor in (self.keys, self.values))
+
+
+def _in_host_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor``, or a copy of it in host memory that copies to ``device`` are fast with."""
+    if tensor.is_cpu and (tensor.is_pinned() or device.type == "cpu"):
+        return tensor
+    made = copied_from(tensor.shape, tensor.stride(), tensor.dtype, device)
+    return made.copy_(tensor)
+
+
+def move_home(cache: StaticCache, indices: Collection[int] | None = None) -> None:
+    """Have layers of ``cache`` keep keys and values in host memory: those of ``indices``, or all without a window."""
+    layers: list[Any] = cache.layers
+    for index, layer in enumerate(layers):
+        if type(layer) is StaticLayer and (indices is None or index in indices):
+            layer.__class__ = _LayerAtHome
+
+
+def adopt_empty(cache: StaticCache, device: torch.device) -> None:
+    """Take tensors without tokens to ``device``, or to host memory beside it: ``generate`` makes those for a prompt in
+    chunks where the model's weights are."""
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if not layer.is_initialized or layer.device == device or layer.device.type != "cpu" or _holds_tokens(layer):
+            continue
+        if type(layer) is not _LayerAtHome:
+            layer.keys, layer.values = layer.keys.to(device), layer.values.to(device)
+        layer.device = device
+
+
+def layers_to_move(cache: StaticCache, sizes: Mapping[int, int], missing: int) -> list[list[int]]:
+    """Layers of ``cache`` to have at home where ``missing`` bytes of the budget are short: as few as free that many and
+    what loads take, and all. ``sizes``: bytes of keys and values by layer, if they are known. Layers with a window, and
+    with tokens, stay; the first layers do too, since loads of the last have the most time."""
+    layers: list[Any] = cache.layers
+    able = [i for i, layer in enumerate(layers) if type(layer) is StaticLayer and not _holds_tokens(layer)]
+    if not able:
+        return []
+    free = missing + _LOADED_AHEAD * max(sizes.get(index, 0) for index in able)
+    few: list[int] = []
+    while sizes.keys() >= set(able) and len(few) < len(able) and sum(sizes[index] for index in few) < free:
+        few.append(able[-1 - len(few)])
+    return [few, able] if 0 < len(few) < len(able) else [able]
+
+
+def _holds_tokens(layer: Any) -> bool:
+    return bool(layer.is_initialized) and int(layer.cumulative_length) > 0
+
+
+def names_at_home(cache: StaticCache) -> frozenset[str]:
+    """Names of the tensors in host memory, among ``static_arguments`` and of ``_TracedStaticCache.added``."""
+    layers: list[Any] = cache.layers
+    return frozenset(
+        f"{ARGUMENT}.{index}.{place}" if layer.is_initialized else f"{index}.{name}"
+        for index, layer in enumerate(layers)
+        if type(layer) is _LayerAtHome
+        for place, name in enumerate(("keys", "values"))
+    )
 
 
 def static_arguments(cache: StaticCache, batch: Mapping[str, Any], tokens: int, device: torch.device) -> dict[str, Any]:
@@ -56,10 +135,13 @@ def static_arguments(cache: StaticCache, batch: Mapping[str, Any], tokens: int, 
     for layer in layers:
         # Where the layer's first update brings it in eager mode.
         layer.cumulative_length = layer.cumulative_length.to(device)
+        if type(layer) is _LayerAtHome:
+            # Others may have given it other tensors since.
+            layer.offload()
     if any(layer.is_initialized for layer in layers):
         _require_positions(batch)
         _require_room(layers, tokens)
-    described = tuple((layer.max_cache_len, _counted(layer, tokens)) for layer in layers)
+    described = tuple((layer.max_cache_len, _counted(layer, tokens), type(layer) is _LayerAtHome) for layer in layers)
     return {ARGUMENT: tuple(_tensors(layer) for layer in layers), _DESCRIBED: described}
 
 
@@ -113,20 +195,22 @@ def _counted(layer: Any, tokens: int) -> int:
     return most if length >= most else 0
 
 
-def static_cache_of(arguments: dict[str, Any]) -> _TracedStaticCache:
-    """The cache that ``static_arguments`` has put among ``arguments``, which are taken out."""
-    return _TracedStaticCache(arguments.pop(ARGUMENT), arguments.pop(_DESCRIBED))
+def static_cache_of(arguments: dict[str, Any], sizes: dict[int, int]) -> _TracedStaticCache:
+    """The cache that ``static_arguments`` has put among ``arguments``, which are taken out. ``sizes`` gets the bytes of
+    keys and values of each layer that has none before."""
+    return _TracedStaticCache(arguments.pop(ARGUMENT), arguments.pop(_DESCRIBED), sizes)
 
 
 class _TracedStaticCache(StaticCache):
     """A static cache whose layers hold the tensors that are given. ``made``: tensors of layers that had none before, by
     layer and name, as clones."""
 
-    def __init__(self, held: Sequence[Sequence[torch.Tensor]], described: Described) -> None:
-        layers = [_layer(tensors, *about) for tensors, about in zip(held, described, strict=True)]
+    def __init__(self, held: Sequence[Sequence[torch.Tensor]], described: Described, sizes: dict[int, int]) -> None:
+        layers = [_layer(tensors, *about[:2]) for tensors, about in zip(held, described, strict=True)]
         Cache.__init__(self, layers=layers)
         self._new = [index for index, tensors in enumerate(held) if len(tensors) == 1]
-        self._before = [counted for _, counted in described]
+        self._before = [counted for _, counted, _ in described]
+        self._sizes = sizes
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -143,6 +227,7 @@ class _TracedStaticCache(StaticCache):
             layer: Any = self.layers[index]
             if layer.is_initialized:
                 made |= {f"{index}.{name}": getattr(layer, name).clone() for name in ("keys", "values")}
+                self._sizes[index] = layer.keys.nbytes + layer.values.nbytes
         return made
 
 
@@ -173,7 +258,8 @@ def _layer(tensors: Sequence[torch.Tensor], most: int, counted: int) -> Any:
 def _hold(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
     """As ``lazy_initialization`` of the layer."""
     layer.keys, layer.values = keys, values
-    layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+    # Its length is where the forward runs.
+    layer.dtype, layer.device, layer.is_initialized = keys.dtype, layer.cumulative_length.device, True
     layer.batch_size, layer.num_heads, _, layer.k_head_dim = keys.shape
     layer.v_head_dim = values.shape[-1]
 

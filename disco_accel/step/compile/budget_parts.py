@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource, ValueBinding
+from disco_accel.decompose.cache_at_home import LEAVES
 from disco_accel.errors import ConfigError
 from disco_accel.execute.arenas import arena_bytes
+from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import TaskGraph
-from disco_accel.graph.values import host_copy_exists, outlives_step
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.graph.values import host_copy_exists, is_foreign, outlives_step
 from disco_accel.sizes import format_size
 from disco_accel.step.optimizer_home import TrainedBytes
 
@@ -154,7 +156,7 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def leaving_bytes(captured: CapturedStep) -> dict[str, int]:
     """Name → bytes of the user's copy of each output, or of its memory outside the arena. A loss takes none."""
-    outside = (b for b in captured.bindings if b.source is InputSource.OUTSIDE)
+    outside = (b for b in captured.bindings if b.source is InputSource.OUTSIDE and b.vertex not in captured.at_home)
     returned: list[ValueBinding | InputBinding] = [*captured.outputs, *outside]
     return {
         o.name: math.prod(o.spec.shape) * getattr(torch, o.spec.dtype).itemsize if o.spec.shape else 0 for o in returned
@@ -172,9 +174,11 @@ def host_memory_parts(
 ) -> dict[str, int]:
     """Bytes of host memory by part: ``frozen`` and ``trained`` weights that a step of ``graph`` loads, ``gradients``
     and ``moments`` of the trained ones, and ``offloaded`` values, if a plan says how many. ``rounded``: bytes of the
-    model's weights that have fp32 ``masters``. ``copies``: inputs whose bytes another input has too.
+    model's weights that have fp32 ``masters``. ``copies``: inputs whose bytes another input has too. ``cache``: keys
+    and values, if some are there.
     ``packed``: bytes of copies of columns of weights, if there are any."""
-    on_device = {device.id for device in graph.devices if not device.is_host_device}
+    hosts = host_devices(graph.devices)
+    on_device = {device.id for device in graph.devices}.difference(hosts)
     weights = [v for v in graph.vertices if host_copy_exists(v) and v.space in on_device and v.id not in copies]
     host_updated = sum(v.sizes[0] for v in weights if not outlives_step(v))
     trained = TrainedBytes(host_updated, sum(v.sizes[0] for v in weights) - host_updated, min(rounded, host_updated))
@@ -183,8 +187,15 @@ def host_memory_parts(
         parts["masters"] = trained.masters
     if packed:
         parts["packed"] = packed
+    if cache := sum(vertex.sizes[0] for vertex in graph.vertices if is_foreign(vertex) and _holds_cache(vertex, hosts)):
+        parts["cache"] = cache
     parts |= {"gradients": trained.gradients, "moments": trained.moments}
     return parts if offloaded is None else parts | {"offloaded": offloaded}
+
+
+def _holds_cache(vertex: Vertex, hosts: Collection[int]) -> bool:
+    """Whether a value in the user's memory is of a cache there: gradients that leave are counted as such."""
+    return vertex.space in hosts and (vertex.kind is VertexKind.INPUT or vertex.op == LEAVES)
 
 
 def what_it_needs(budget: Budget, arena: int, graph: TaskGraph, copies: Collection[int] = ()) -> str:
@@ -241,6 +252,7 @@ _NAMES = {
     "gradients": "their gradients",
     "moments": "two moments",
     "offloaded": "offloaded values",
+    "cache": "keys and values",
     "packed": "copies of columns of weights that devices share",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.parts import named_parts
 from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.capture.traced_modules import Forward
+from disco_accel.decompose.cache_at_home import with_cache_at_home
 from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.engine_options import makes_graphs
@@ -150,12 +151,13 @@ def compile_forward(
     options: CompileOptions,
     beside: Callable[[CapturedStep], int],
     changed: Callable[[str], bool] = lambda _: False,
+    at_home: Collection[str] = (),
 ) -> CompiledStep:
     """As ``compile_step``, for the outputs that ``forward`` returns without gradients, each a clone.
 
     They are written to memory of the caller's, as in ``capture_forward``. ``structure``: asked after the capture for
     ``CapturedStep.structure``. ``beside``: bytes of the budget that the caller needs for itself, besides the batch and
-    that memory. ``changed``: as in ``capture_forward``.
+    that memory. ``changed``: as in ``capture_forward``. ``at_home``: as in ``with_cache_at_home``.
 
     Raises:
         CaptureError: an op or module cannot be captured.
@@ -174,10 +176,11 @@ def compile_forward(
         trained=options.trained,
         rewrite=sharing.of_one,
     )
-    captured = replace(captured, structure=structure())
+    captured = with_cache_at_home(replace(captured, structure=structure()), at_home)
     options.captured()
     outputs = sum(leaving_bytes(captured).values()) + beside(captured)
-    return _compile(model, whole_step(captured, sharing), sharing, batch_tensors(kwargs), outputs, options, began)
+    on_device = {name: tensor for name, tensor in batch_tensors(kwargs).items() if name not in at_home}
+    return _compile(model, whole_step(captured, sharing), sharing, on_device, outputs, options, began)
 
 
 def _compile(

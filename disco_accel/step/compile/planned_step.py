@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.config.keys import MOST_CHUNKS
+from disco_accel.decompose.cache_at_home import frugal_loads
 from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.decompose.rows_at_home import _RowReader, choices_of_rows, readers_worth_it, with_rows_at_home
 from disco_accel.errors import BudgetTooSmall
@@ -62,6 +63,15 @@ def plan_in_chunks(whole: StepOnParts, asked: PlanRequest) -> StagedStep:
         BudgetTooSmall: with ``needed`` and ``given`` as whole budgets; where several numbers of chunks were tried, of
             some that are enough.
     """
+    frugal = frugal_loads(whole.captured.graph)
+    if frugal is None:
+        return _in_chunks(whole, asked)
+    with suppress(BudgetTooSmall, Infeasible):
+        return _in_chunks(whole, asked)
+    return _in_chunks(replace(whole, captured=replace(whole.captured, graph=frugal)), asked)
+
+
+def _in_chunks(whole: StepOnParts, asked: PlanRequest) -> StagedStep:
     few = _with_few_rows(whole, asked)
     if few is not None:
         return few

@@ -7,7 +7,7 @@ arena and one budget; a training step that waits for its backward is not affecte
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource
 from disco_accel.capture.parts import run_first_forward_changes
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.native.host_memory import copied_from
 from disco_accel.step.budget.moving_budget import retry_on_budget_change
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.conductor import CompileOptions, compile_forward
@@ -52,7 +53,8 @@ class ForwardRequest:
     ``kind``: a word of the plan's key and of messages. ``trace``: arguments → the tensors of the result by name, each a
     clone, and the rest of the result. ``contexts``: around the trace. ``beside``: bytes of the budget that the caller
     takes for itself besides the batch and the results. ``releases``: the caller frees tensors of the batch as soon as
-    it has the result. ``changed``: which tensors of the batch the forward may write to in place.
+    it has the result. ``changed``: which tensors of the batch the forward may write to in place. ``at_home``: names of
+    those, and of results, that are in host memory.
     """
 
     kind: str
@@ -62,6 +64,7 @@ class ForwardRequest:
     beside: Callable[[CapturedStep], int] = lambda _: 0
     releases: bool = False
     changed: Callable[[str], bool] = lambda _: False
+    at_home: Collection[str] = ()
 
 
 def run_forward(state: Session, model: torch.nn.Module, request: ForwardRequest) -> tuple[Tensors, Any]:
@@ -83,7 +86,8 @@ def _run(state: Session, model: torch.nn.Module, request: ForwardRequest) -> tup
         # A forward that changes what it is given cannot be run again, so that weights are looked at before it.
         again = not any(request.changed(binding.name) for binding in step.vertices_of(InputSource.BATCH))
         state.loader.make_current(model, step, check_ends_later=again)
-        placed = {b: _empty(b, state.memory.device) for b in step.vertices_of(InputSource.OUTSIDE)}
+        outside, on_host = step.vertices_of(InputSource.OUTSIDE), step.captured.at_home
+        placed = {b: _empty(b, state.memory.device, on_host=b.vertex in on_host) for b in outside}
         # The last run may still reload the residents, for this very run.
         step.settle()
         externals = externals_of(state, model, step, request.batch) | {b.vertex: t for b, t in placed.items()}
@@ -116,9 +120,12 @@ def _run_on_current_weights(
             step.executor.run_out(externals)
 
 
-def _empty(binding: InputBinding, device: torch.device) -> torch.Tensor:
+def _empty(binding: InputBinding, device: torch.device, *, on_host: bool) -> torch.Tensor:
     spec = binding.spec
-    return torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device=device)
+    dtype = getattr(torch, spec.dtype)
+    if on_host:
+        return copied_from(spec.shape, spec.stride, dtype, device)
+    return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
 
 
 def _compiled(state: Session, model: torch.nn.Module, request: ForwardRequest) -> CompiledStep:
@@ -131,6 +138,7 @@ def _compiled(state: Session, model: torch.nn.Module, request: ForwardRequest) -
             forward=traced,
             structure=lambda: traced.structure,
             changed=request.changed,
+            at_home=request.at_home,
             options=with_shards(state, model, options, state.setup.config.parallel),
             beside=request.beside,
         )

@@ -293,7 +293,11 @@ def externals_of(
             _check_gradients(state, step, step.parameters)
     on_caller_device = batch_tensors(batch)
     _check_rows(step, on_caller_device)
-    inputs = {name: t.to(state.memory.device, non_blocking=True) for name, t in on_caller_device.items()}
+    at_home = {b.name for b in step.vertices_of(InputSource.BATCH) if b.vertex in step.captured.at_home}
+    inputs = {
+        name: t if name in at_home else t.to(state.memory.device, non_blocking=True)
+        for name, t in on_caller_device.items()
+    }
     tensors: dict[InputSource, Mapping[str, torch.Tensor]] = {
         InputSource.TRAINABLE: step.parameters,
         InputSource.BATCH: inputs,

@@ -114,6 +114,8 @@ class _ModelCalls:
     """Keys of forwards without gradients → the largest budget that was too small, in bytes, and the refusal."""
     padded_fields: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Forwards without gradients, in words → fields of their results from which padding cannot be taken."""
+    layer_bytes: dict[Hashable, dict[int, int]] = field(default_factory=dict)
+    """By rows and capacities of a static cache: bytes of keys and values of each layer that plans have made."""
     parallel: dict[StepKey, str] = field(default_factory=dict)
     """The fastest way on several devices of each step, where ``parallel: auto`` has looked for it."""
     last_fallback: tuple[StepKey, str] | None = None
