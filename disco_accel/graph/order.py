@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
 from disco_accel.graph.check import after_gate
 from disco_accel.graph.memgraph import Edge
-from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
-from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate, is_handed_out
 
 
 def serial_order(graph: TaskGraph) -> tuple[Vertex, ...]:
@@ -28,3 +31,28 @@ def data_edges(vertices: tuple[Vertex, ...]) -> tuple[Edge, ...]:
         sources = dict.fromkeys([producer for producer, _ in vertex.inputs] + list(vertex.after))
         edges.extend((source, vertex.id) for source in sources if source not in silent)
     return tuple(edges)
+
+
+def last_readers(order: Sequence[Vertex]) -> Mapping[Ref, int]:
+    """Return, for each value that is read, the position of its last reader."""
+    return {ref: v for v, vertex in enumerate(order) for ref in vertex.inputs}
+
+
+def live_peak(order: Sequence[Vertex]) -> int:
+    """Return the largest sum over devices, at any vertex, of the bytes of made values that are still to be read."""
+    last = last_readers(order)
+    change = [0] * (len(order) + 1)
+    for v, vertex in enumerate(order):
+        if vertex.kind is VertexKind.INPUT:
+            continue
+        for k, size in enumerate(vertex.sizes):
+            change[v] += size
+            if not is_handed_out(vertex):
+                change[last.get((vertex.id, k), v) + 1] -= size
+    return max(accumulate(change), default=0)
+
+
+def working_bytes(graph: TaskGraph) -> int:
+    """Return the bytes that a step of ``graph`` goes through again and again: inputs, and the peak of made values."""
+    inputs = sum(sum(vertex.sizes) for vertex in graph.vertices if vertex.kind is VertexKind.INPUT)
+    return inputs + live_peak(graph.vertices)

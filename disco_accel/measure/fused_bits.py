@@ -38,12 +38,19 @@ _MOST_DRAWS = 1024
 @dataclass(frozen=True, slots=True)
 class FusedRecord:
     """``record``: of a kernel that has the bits of its ops, or None, for the reason ``refused``. ``differs``: in its
-    bits. ``over``: numbers of arguments that output 0 may be written over."""
+    bits. ``over``: numbers of arguments that output 0 may be written over. ``cold_seconds``: beside those of
+    ``record``, in a step that displaces what is in the caches."""
 
     record: OpRecord | None
     refused: str = ""
     differs: bool = False
     over: tuple[int, ...] = ()
+    cold_seconds: float = 0.0
+
+    def within(self, *, cold: bool) -> OpRecord:
+        """The record for a step that displaces or does not. Only of a kernel that has the bits of its ops."""
+        assert self.record is not None
+        return replace(self.record, seconds=self.cold_seconds) if cold else self.record
 
 
 def measure_fused(
@@ -87,7 +94,8 @@ def _measured(call: OpCall, kernel: Kernel, device: torch.device, pools: Pools) 
                 return FusedRecord(None, f"{label(call)}: other bits than its ops", differs=True)
             if draw == 0:
                 over = tuple(position for position in over if beside.same_over(position))
-    return FusedRecord(OpRecord(True, (), 0, beside.seconds(), kernel=kernel), over=over)
+    warm, cold = (beside.seconds(cold=cold) for cold in (False, True))
+    return FusedRecord(OpRecord(True, (), 0, warm, kernel=kernel), over=over, cold_seconds=cold)
 
 
 class _Beside:
@@ -130,11 +138,11 @@ class _Beside:
         written = [shared, *_filled(self.outputs[1:])]
         return self._same(self._added(given, written), written)
 
-    def seconds(self) -> float:
+    def seconds(self, *, cold: bool) -> float:
         """Of the kernel on normal numbers: denormal ones take longer on the host."""
         self.expected = []
         self._fill("normal", 0)
-        return backend_of(self.device).op_seconds(self.ops, self.op)
+        return backend_of(self.device).op_seconds(self.ops, self.op, cold=cold)
 
     def _floating(self) -> list[int]:
         return [i for i, spec in enumerate(self.reads) if getattr(torch, spec.dtype).is_floating_point]

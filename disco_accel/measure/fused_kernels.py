@@ -16,9 +16,11 @@ from disco_accel.fuse.call_json import kernel_text
 from disco_accel.fuse.fused_runs import FusedCost, Kind, fused_runs, kind_of, runs_of
 from disco_accel.fuse.kernels import compile_kernels, is_compiled, kernel_of, load_kernels
 from disco_accel.fuse.twins import alone, functions_of
+from disco_accel.graph.order import working_bytes
 from disco_accel.graph.taskgraph import OpCall, TaskGraph, is_fused
 from disco_accel.measure.fused_bits import FusedRecord, measure_fused
 from disco_accel.measure.record import OpRecord, rounded
+from disco_accel.native.backend import backend_of, run_device
 from disco_accel.threads import start_thread
 
 logger = logging.getLogger("disco_accel")
@@ -46,11 +48,16 @@ class Fusing:
 
     def fused(self, graph: TaskGraph) -> TaskGraph:
         """``graph`` with fused kernels, as far as they are known."""
-        return fused_runs(graph, self._cost, self._apart)
+        return fused_runs(graph, partial(self._cost, cold=self._cold(graph)), self._apart)
 
-    def _cost(self, call: OpCall) -> FusedCost | None:
+    def _cost(self, call: OpCall, *, cold: bool) -> FusedCost | None:
         found = self._records.get(kernel_text(call))
-        return None if found is None or found.record is None else (rounded(found.record.seconds), found.over)
+        if found is None or found.record is None:
+            return None
+        return rounded(found.within(cold=cold).seconds), found.over
+
+    def _cold(self, graph: TaskGraph) -> bool:
+        return backend_of(run_device(self.device)).displaces(working_bytes(graph))
 
     def unknown(self, graph: TaskGraph) -> dict[str, OpCall]:
         """The runs of ``graph`` whose kernels were not measured; none where all together take too little of a step.
@@ -122,13 +129,9 @@ class Fusing:
 
     def records(self, graph: TaskGraph) -> dict[int, OpRecord]:
         """The records of the fused kernels of ``graph``."""
-        found: dict[int, OpRecord] = {}
-        for vertex, call in graph.ops.items():
-            if is_fused(call):
-                record = self._records[kernel_text(call)].record
-                assert record is not None, "fused_runs takes kernels alone"
-                found[vertex] = record
-        return found
+        cold = self._cold(graph)
+        fused = {vertex: kernel_text(call) for vertex, call in graph.ops.items() if is_fused(call)}
+        return {vertex: self._records[text].within(cold=cold) for vertex, text in fused.items()}
 
     @property
     def refused(self) -> int:

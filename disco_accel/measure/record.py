@@ -17,6 +17,7 @@ import torch
 from disco_accel.errors import CaptureError, DiscoError
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.op_traits import op_traits
+from disco_accel.graph.order import working_bytes
 from disco_accel.graph.passes import GraphPass
 from disco_accel.graph.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind, tensor_args
 from disco_accel.graph.values import overwrites
@@ -46,7 +47,8 @@ class OpRecord:
     ``native_out``: the out overload writes the outputs directly, with the same bits as the functional call.
     ``allocations``: of the call that will run, in order. ``scratch_bytes``: room for those that are no output.
     ``loose_bytes``: the end of the scratch, for an op whose further temporaries depend on the values it is given.
-    ``seconds``: median of a few runs. ``elsewhere``: outputs that are made on another device, which nobody needs.
+    ``seconds``: median of a few runs, with cold caches for a step that displaces what is in them.
+    ``elsewhere``: outputs that are made on another device, which nobody needs.
     ``kernel``: of a fused call, the engine's handle of its kernel.
     """
 
@@ -71,8 +73,8 @@ class _Signature:
     inplace: tuple[tuple[int, int], ...]
 
 
-Known = dict[tuple[torch.device, int | None, _Signature], OpRecord]
-"""Records by the device and the threads that they were made with, and the signature."""
+Known = dict[tuple[torch.device, int | None, bool, _Signature], OpRecord]
+"""Records by the device and the threads that they were made with, whether with cold caches, and the signature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,10 @@ def _record_on(
 ) -> dict[int, OpRecord]:
     backend = backend_of(where)
     vertices = {v.id: v for v in graph.vertices}
-    keys = {v.id: (where, compute_threads, _signature(v, graph.ops[v.id], vertices)) for v in kernels}
+    # Graphs that share records are compared: all have the caches of the first one.
+    cold = next((key[2] for key in known if key[0] == where), None)
+    cold = backend.displaces(working_bytes(graph)) if cold is None else cold
+    keys = {v.id: (where, compute_threads, cold, _signature(v, graph.ops[v.id], vertices)) for v in kernels}
     if known.keys() >= set(keys.values()):
         # Also in a thread beside steps, whose settings of PyTorch are not to change.
         return {vertex: known[key] for vertex, key in keys.items()}
@@ -135,7 +140,7 @@ def _record_on(
             if key not in known:
                 # Others may draw meanwhile, so the generator is set back around those ops alone that draw themselves.
                 with backend.generator_kept() if call.rng is not None else nullcontext():
-                    known[key] = _measure(key[2], label(call), where)
+                    known[key] = _measure(key[3], label(call), where, cold=cold)
     return {vertex: known[key] for vertex, key in keys.items()}
 
 
@@ -254,11 +259,11 @@ def _steady(ops: OpTable, op: int, name: str) -> _Call:
     return second
 
 
-def _measure(signature: _Signature, name: str, device: torch.device) -> OpRecord:
+def _measure(signature: _Signature, name: str, device: torch.device, *, cold: bool) -> OpRecord:
     failures: list[Exception] = []
     for ones in (False, True):
         try:
-            return _measure_on(_sample_inputs(signature, device, ones), signature, name, device)
+            return _measure_on(_sample_inputs(signature, device, ones), signature, name, device, cold=cold)
         except DiscoError:
             raise
         except Exception as error:
@@ -269,7 +274,9 @@ def _measure(signature: _Signature, name: str, device: torch.device) -> OpRecord
     raise CaptureError(f"measuring {name} failed: {summary}; it cannot be planned") from failures[0]
 
 
-def _measure_on(inputs: list[torch.Tensor], signature: _Signature, name: str, device: torch.device) -> OpRecord:
+def _measure_on(
+    inputs: list[torch.Tensor], signature: _Signature, name: str, device: torch.device, *, cold: bool
+) -> OpRecord:
     call = signature.call
     ops = op_table(device)
     outputs = [torch.zeros(size, dtype=torch.uint8, device=device) for size in signature.output_sizes]
@@ -288,7 +295,7 @@ def _measure_on(inputs: list[torch.Tensor], signature: _Signature, name: str, de
     by_value = op_traits(call.name).scratch_by_value
     if by_value:
         loose = loose_bytes(call, inputs, lambda: _run_recorded(ops, functional).blocks, reference.blocks, name)
-    seconds = backend_of(device).op_seconds(ops, chosen)
+    seconds = backend_of(device).op_seconds(ops, chosen, cold=cold)
     if placed[1] and not by_value:
         _check_other_values(ops, chosen, signature, inputs, name)
     elsewhere = _elsewhere(signature, reference, name, device)

@@ -131,8 +131,13 @@ class Backend(Protocol):
         """Page-lock a host tensor while the returned object lives; None where copies gain nothing by it. Raises
         ExecutionError with the system's reason."""
 
-    def op_seconds(self, ops: OpTable, op: int) -> float:
-        """Median time of op number ``op`` of the engine's op table ``ops``, over a few runs."""
+    def displaces(self, nbytes: int) -> bool:
+        """Whether a step that goes through ``nbytes`` drives each kernel's code and data out of the caches before that
+        kernel runs again, as far as seconds are measured with that."""
+
+    def op_seconds(self, ops: OpTable, op: int, *, cold: bool = False) -> float:
+        """Median time of op number ``op`` of the engine's op table ``ops``, over a few runs. ``cold``: each run finds
+        the caches as in a step that displaces."""
 
     def workspace_bytes(self) -> int:
         """Bytes that matrix products take on each stream of each thread, outside of any plan."""

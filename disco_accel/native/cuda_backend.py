@@ -193,8 +193,14 @@ class CudaBackend:
             tell_of_refusal(0, tensor.nbytes, error)
             return None
 
-    def op_seconds(self, ops: OpTable, op: int) -> float:
+    def displaces(self, nbytes: int) -> bool:
+        """No: what a cold cache costs there was not measured."""
+        del nbytes
+        return False
+
+    def op_seconds(self, ops: OpTable, op: int, *, cold: bool = False) -> float:
         """The time that the op keeps the current stream busy, or its launch if that takes longer."""
+        del cold
         return median_seconds(lambda: ops.run(op), self.device)
 
     def workspace_bytes(self) -> int:

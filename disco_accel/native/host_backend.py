@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import statistics
 from collections.abc import Callable, Sequence
@@ -22,12 +23,15 @@ from disco_accel.native.extension import load_extension
 from disco_accel.native.loads import Load, host_loads
 from disco_accel.simulate.machine import Link, Machine
 from disco_accel.simulate.roofline import Speed
+from disco_accel.sizes import parse_size
 
 _ENOUGH_SECONDS = 0.1
 _SHORT_SECONDS = 1e-3
 _SHORT_RUNS = 15
 """Ops of a few microseconds are run so often: one run in five is disturbed on a busy machine."""
 
+
+_USUAL_CORE_CACHE = 2 << 20
 
 _ONE_CORE = Speed(
     name="one CPU core, its link a copy in memory",
@@ -139,12 +143,22 @@ class HostBackend:
         del tensor
         return None
 
-    def op_seconds(self, ops: OpTable, op: int) -> float:
-        samples = ops.time(op, 1)
+    def displaces(self, nbytes: int) -> bool:
+        return nbytes > _core_cache_bytes()
+
+    def op_seconds(self, ops: OpTable, op: int, *, cold: bool = False) -> float:
+        others = _others(2 * _core_cache_bytes() * torch.get_num_threads()) if cold else None
+
+        def run() -> list[float]:
+            if others is not None:
+                others.add_(1)
+            return ops.time(op, 1)
+
+        samples = run()
         while len(samples) < 5 and sum(samples) < _ENOUGH_SECONDS:
-            samples += ops.time(op, 1)
-        if sum(samples) < _SHORT_SECONDS:
-            samples += ops.time(op, _SHORT_RUNS - len(samples))
+            samples += run()
+        while sum(samples) < _SHORT_SECONDS and len(samples) < _SHORT_RUNS:
+            samples += run()
         return statistics.median(samples)
 
     def workspace_bytes(self) -> int:
@@ -171,7 +185,7 @@ class HostBackend:
         return lambda: None
 
     def release_memory(self) -> None:
-        pass
+        _others.cache_clear()
 
     def loads(self, bandwidth: float | None) -> Load:
         return host_loads(bandwidth)
@@ -193,6 +207,25 @@ class HostBackend:
 
     def generator_kept(self) -> AbstractContextManager[object]:
         return torch.random.fork_rng(devices=[])
+
+
+@functools.lru_cache(maxsize=1)
+def _others(nbytes: int) -> torch.Tensor:
+    """Stands for what other kernels of a step read and write between two runs of one; each thread goes through a part
+    of it."""
+    return torch.zeros(nbytes // 8, dtype=torch.int64)
+
+
+@functools.cache
+def _core_cache_bytes() -> int:
+    """Of the largest cache that a core has for itself, or a usual size."""
+    for cache in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            if (cache / "level").read_text().strip() == "2":
+                return parse_size((cache / "size").read_text().strip())
+        except (OSError, ConfigError):
+            continue
+    return _USUAL_CORE_CACHE
 
 
 def _processor() -> str:

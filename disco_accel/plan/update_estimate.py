@@ -13,10 +13,10 @@ from dataclasses import replace
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import Edge, MemGraph
+from disco_accel.graph.order import live_peak
 from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists, lasting_versions, overwrites
-from disco_accel.plan.common.serial_orders import live_peak
 from disco_accel.simulate.simulator import Machine, Simulation, Simulator
 
 _IN_FLIGHT = 3

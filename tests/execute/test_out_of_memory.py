@@ -85,7 +85,7 @@ def _small(b: Builder, g: torch.Generator) -> None:
 def test_every_allocation_of_recording_may_fail(live_bytes: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
     """DiscoError, no byte kept; recording again gives what it gave before."""
     # Each op is timed by one run instead of five or fifteen.
-    monkeypatch.setattr(HostBackend, "op_seconds", lambda self, ops, op: ops.time(op, 1)[0])
+    monkeypatch.setattr(HostBackend, "op_seconds", lambda self, ops, op, cold: ops.time(op, 1)[0])
     graph = build(_small).graph()
     before = record(graph)
     assert _failing_at_every_allocation(lambda: record(graph), live_bytes) > 10

@@ -98,6 +98,7 @@ def test_kernels_have_the_bits_of_their_ops() -> None:
     assert [record.refused for record in found] == [""] * len(CALLS)
     assert [record.over for record in found] == [*[(0, 1)] * 6, (0,), (0,), (0,), (0,)]
     assert all(record.record is not None and record.record.seconds > 0 for record in found)
+    assert all(record.within(cold=True).seconds == record.cold_seconds > 0 for record in found)
 
 
 @pytest.mark.parametrize(

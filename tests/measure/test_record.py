@@ -12,6 +12,7 @@ from disco_accel.errors import CaptureError, ExecutionError
 from disco_accel.execute.executor import Executor
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.measure.record import OpRecord, _Allocation, apply, record
+from disco_accel.native import host_backend
 from disco_accel.native.op_encoding import out_overload
 from tests.execute import samples
 from tests.execute.programs import Builder, assert_bits, build, bump_plan, measured, step
@@ -74,6 +75,32 @@ def test_equal_signatures_share_one_record() -> None:
     records = record(graph)
     mms = [records[v.id] for v in graph.vertices if v.op == "aten::mm" and graph.ops[v.id].module]
     assert len(mms) == 4 and all(r is mms[0] for r in mms)
+
+
+def _products(size: int, weights: int) -> Builder:
+    builder = Builder()
+    x = builder.input(torch.randn(4, size))
+    for _ in range(weights):
+        x = builder.call("mm", x, builder.weight(torch.randn(size, size)))
+    return builder
+
+
+def test_kernels_of_a_step_that_does_not_fit_the_cache_are_timed_with_cold_ones() -> None:
+    """All graphs that share records have the caches of the first. For cold ones all bytes of a buffer larger than the
+    cache are written before each of 5 to 15 runs."""
+    backend, found = host_backend.HostBackend(torch.device("cpu")), list[bool]()
+    assert not backend.displaces(3 * 4 * 64 * 64)
+    many = next(n for n in range(4, 1 << 16) if backend.displaces(n * 4 * 64 * 64))
+    backend.release_memory()
+    for first, second in ((many, 2), (2, many)):
+        known: dict[Any, OpRecord] = {}
+        for weights in (first, second):
+            record(_products(64, weights).graph(), known=known)
+        found += [cold for _, _, cold, _ in known]
+    assert found == [True, False]
+    others = host_backend._others(2 * host_backend._core_cache_bytes() * torch.get_num_threads())
+    assert 5 <= int(others[0]) <= 15 and bool((others == others[0]).all())
+    assert backend.displaces(others.nbytes)
 
 
 def test_apply_appends_scratch_and_durations() -> None:

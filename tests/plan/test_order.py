@@ -11,7 +11,7 @@ import pytest
 
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.check import dependencies
-from disco_accel.graph.order import serial_order
+from disco_accel.graph.order import live_peak, serial_order
 from disco_accel.graph.passes import run_passes
 from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
@@ -20,7 +20,6 @@ from disco_accel.graph.values import overwrites
 from disco_accel.plan import make_plan
 from disco_accel.plan.common.serial_orders import (
     hoist,
-    live_peak,
     lower_order,
     sink,
     start_order,

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.order import data_edges, serial_order
+from disco_accel.graph.order import data_edges, last_readers, live_peak, serial_order
 from disco_accel.graph.passes import GraphPass
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import is_handed_out, overwrites
@@ -86,26 +84,9 @@ def hoist(order: Sequence[Vertex]) -> tuple[Vertex, ...]:
     return tuple(order[v] for v in sorted(range(len(order)), key=lambda v: (target[v], target[v] != v, v)))
 
 
-def live_peak(order: Sequence[Vertex]) -> int:
-    """Return the largest sum over devices, at any vertex, of the bytes of made values that are still to be read."""
-    last = _last_readers(order)
-    change = np.zeros(len(order) + 1, np.int64)
-    for v, vertex in enumerate(order):
-        if vertex.kind is VertexKind.INPUT:
-            continue
-        for k, size in enumerate(vertex.sizes):
-            change[v] += size
-            change[len(order) if is_handed_out(vertex) else last.get((vertex.id, k), v) + 1 :][:1] -= size
-    return int(np.cumsum(change).max(initial=0))
-
-
-def _last_readers(order: Sequence[Vertex]) -> Mapping[Ref, int]:
-    return {ref: v for v, vertex in enumerate(order) for ref in vertex.inputs}
-
-
 def _growth(order: Sequence[Vertex]) -> list[int]:
     """Return, for each vertex, the bytes of its outputs less those of the made values that it is the last to read."""
-    last = _last_readers(order)
+    last = last_readers(order)
     made = {
         (vertex.id, k): 0 if is_handed_out(vertex) or vertex.kind is VertexKind.INPUT else size
         for vertex in order
