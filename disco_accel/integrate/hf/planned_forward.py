@@ -226,7 +226,7 @@ def _cache_in_plan(state: Session, batch: Mapping[str, Any]) -> _CacheInPlan:
 
 def traced_token(model: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Tensors]:
     """``forward`` in terms of tensors: from arguments with those of ``static_arguments`` to the result's tensors."""
-    trace = _tracer(model, forward, static_cache_of)
+    trace = _tracer(model, forward, lambda arguments: static_cache_of(arguments, {}))
     return lambda **arguments: trace(**arguments)[0]
 
 

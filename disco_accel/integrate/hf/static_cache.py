@@ -141,6 +141,10 @@ def static_arguments(cache: StaticCache, batch: Mapping[str, Any], tokens: int, 
     if any(layer.is_initialized for layer in layers):
         _require_positions(batch)
         _require_room(layers, tokens)
+    return _described(layers, tokens)
+
+
+def _described(layers: Sequence[Any], tokens: int) -> dict[str, Any]:
     described = tuple((layer.max_cache_len, _counted(layer, tokens), type(layer) is _LayerAtHome) for layer in layers)
     return {ARGUMENT: tuple(_tensors(layer) for layer in layers), _DESCRIBED: described}
 
@@ -151,8 +155,7 @@ def full_arguments(cache: StaticCache, capacity: int) -> dict[str, Any]:
     for layer in layers:
         if isinstance(layer, StaticSlidingWindowLayer):
             layer.cumulative_length_int = layer.max_cache_len if layer.max_cache_len < capacity else 0
-    described = tuple((layer.max_cache_len, _counted(layer, 1)) for layer in layers)
-    return {ARGUMENT: tuple(_tensors(layer) for layer in layers), _DESCRIBED: described}
+    return _described(layers, 1)
 
 
 def _require_positions(batch: Mapping[str, Any]) -> None:
