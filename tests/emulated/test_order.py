@@ -90,7 +90,7 @@ def test_a_steady_step_takes_nothing_and_ends_within_what_the_driver_gave() -> N
 def test_an_interrupted_step_waits_for_its_copies_before_their_memory_goes() -> None:
     """Ctrl-C while an offload hangs; the model is restored right after it."""
     batch = {name: tensor.to(CUDA) for name, tensor in random_batch().items()}
-    model = tiny_lora(checkpointing=True, use_cache=False)
+    model = tiny_lora(layers=2, checkpointing=True, use_cache=False)
     weights = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     planned = least(model, lambda m: step(m, batch))
     step(planned, batch)

@@ -23,7 +23,7 @@ def test_two_models_read_one_copy_and_a_write_is_the_writers_alone(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "disco_accel").mkdir(mode=0o700)
     batch = {name: tensor.to(CUDA) for name, tensor in random_batch(seed=3).items()}
-    plain = tiny_lora()
+    plain = tiny_lora(layers=2)
     budget = beside_graphs(2 * workspace_bytes(CUDA) + (1 << 19))
     config = DiscoConfig(memory_budget=budget, device="cuda", share_weights=True)
     models = [prepare(copy.deepcopy(plain), config) for _ in range(2)]

@@ -29,7 +29,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def losses(folder: Path, planned: bool, **options: Any) -> tuple[list[float], dict[str, Any]]:
     transformers.set_seed(3)
-    model = tiny_lora(checkpointing=True, vocabulary=VOCABULARY)
+    model = tiny_lora(layers=2, checkpointing=True, vocabulary=VOCABULARY)
     arguments = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=2,
