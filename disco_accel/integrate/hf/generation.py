@@ -16,6 +16,7 @@ from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
 from disco_accel.integrate.hf.planned_forward import planned_forward
 from disco_accel.integrate.hf.planned_prefill import planned_prompt
 from disco_accel.integrate.hf.static_cache import is_static
+from disco_accel.native.backend import is_host
 from disco_accel.step.capture_lock import in_capture
 from disco_accel.step.dynamo import not_compiled
 from disco_accel.step.run.arguments import base_model
@@ -196,7 +197,7 @@ def _candidates(self: Any, *args: Any, **kwargs: Any) -> Any:
     patch: _PatchedGeneration | None = self.__dict__.get(_PATCH)
     if patch is not None:
         ids = kwargs.get("input_ids")
-        if isinstance(ids, torch.Tensor) and ids.device.type != self.device.type:
+        if isinstance(ids, torch.Tensor) and is_host(ids.device) != is_host(self.device):
             # transformers compares tokens of both devices, and ends in its midst.
             raise ConfigError(
                 f"input_ids: on {ids.device}, but decoding that guesses tokens (assistant_model, "

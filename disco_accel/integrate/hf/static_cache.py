@@ -14,6 +14,7 @@ from transformers import StaticCache
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 
 from disco_accel.errors import CaptureError, ExecutionError
+from disco_accel.native.backend import is_host
 from disco_accel.native.host_memory import copied_from
 
 ARGUMENT = "static_cache"
@@ -68,7 +69,7 @@ class _LayerAtHome(StaticLayer):
 
 def _in_host_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``tensor``, or a copy of it in host memory that copies to ``device`` are fast with."""
-    if tensor.is_cpu and (tensor.is_pinned() or device.type == "cpu"):
+    if tensor.is_cpu and (tensor.is_pinned() or is_host(device)):
         return tensor
     made = copied_from(tensor.shape, tensor.stride(), tensor.dtype, device)
     return made.copy_(tensor)
@@ -87,7 +88,7 @@ def adopt_empty(cache: StaticCache, device: torch.device) -> None:
     chunks where the model's weights are."""
     layers: list[Any] = cache.layers
     for layer in layers:
-        if not layer.is_initialized or layer.device == device or layer.device.type != "cpu" or _holds_tokens(layer):
+        if not layer.is_initialized or layer.device == device or not is_host(layer.device) or _holds_tokens(layer):
             continue
         if type(layer) is not _LayerAtHome:
             layer.keys, layer.values = layer.keys.to(device), layer.values.to(device)
