@@ -11,7 +11,7 @@ from transformers import StaticCache
 
 from disco_accel.capture.thread_patches import patched
 from disco_accel.errors import CaptureError
-from disco_accel.integrate.hf.static_cache import check_static, full_arguments
+from disco_accel.integrate.hf.static_cache import check_static, fill_windows, token_arguments
 
 _META = torch.device("meta")
 
@@ -26,8 +26,8 @@ def decoding_batch(model: Any, rows: int, capacity: int) -> dict[str, Any]:
     """
     cache = StaticCache(config=model.config, max_cache_len=capacity)
     check_static(cache, _META)
-    # Before there are tokens: with them the masks would need the cache's length, which meta does not have.
-    full_arguments(cache, capacity)
+    fill_windows(cache, capacity)
+    # Before the layers have tensors: with them masks would need the cache's length, which meta does not have.
     given: dict[str, Any] = model.prepare_inputs_for_generation(
         torch.zeros((rows, 1), dtype=torch.int64),
         past_key_values=cache,
@@ -38,7 +38,8 @@ def decoding_batch(model: Any, rows: int, capacity: int) -> dict[str, Any]:
     )
     given = {name: value for name, value in given.items() if name != "past_key_values"} | {"return_dict": True}
     _make_tensors(model, cache, given)
-    return given | full_arguments(cache, capacity)
+    fill_windows(cache, capacity)  # The forward has counted a token.
+    return given | token_arguments(cache)
 
 
 def _make_tensors(model: torch.nn.Module, cache: StaticCache, given: dict[str, Any]) -> None:

@@ -39,7 +39,6 @@ from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.compile.stages import Sharing, whole_step
 from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes, home_by_size, update_asked
 
-_HOST = torch.device("cpu")
 _WEIGHTS = (InputSource.FROZEN, InputSource.BUFFER, InputSource.TRAINABLE)
 
 
@@ -85,7 +84,7 @@ def outline(
     ranks: int = 1,
     task: str = "lora",
     rows: int = 1,
-    device: torch.device = _HOST,
+    device: torch.device | None = None,
 ) -> Outline:
     """Capture the step that ``recipe`` trains, or a prefill of ``max_length`` tokens: no weight is read, nothing runs.
 
@@ -94,13 +93,13 @@ def outline(
     ``config`` and ``budget`` (asked once the model is known) say where an optimizer updates; else it is the device.
     ``parts``: of the batch, each with kernels of its own. ``ranks``: how many devices share each large weight.
     ``task``: ``full`` trains all weights in the place of an adapter; ``decode``, of a prefill's recipe, is the last of
-    ``max_length`` tokens of each of ``rows`` rows. ``device``: where the kernels are to run; it has to be here.
+    ``max_length`` tokens of each of ``rows`` rows. ``device``: where the kernels are to run, if that is here.
 
     Raises:
         ConfigError: there is no config, or a key of the recipe does not fit it; the batch has no such parts.
         CaptureError: the model does something that cannot be planned.
     """
-    base = meta_base(recipe)
+    base, device = meta_base(recipe), device or torch.device("cpu")
     form = _form(recipe, base, quant)
     if form is not None and task == "full":
         raise ConfigError(f"--quant: {form}: packed weights are not trained; give --task lora or prefill, or none")

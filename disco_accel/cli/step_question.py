@@ -160,5 +160,5 @@ def outlined(step: _Step, quant: str | None, budget: Callable[[], int], device: 
         ranks=step.devices if step.config.parallel == "tensor" else 1,
         task=step.task,
         rows=step.decoded,
-        **({} if device is None else {"device": device}),
+        device=device,
     )

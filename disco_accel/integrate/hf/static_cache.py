@@ -150,13 +150,17 @@ def _described(layers: Sequence[Any], tokens: int) -> dict[str, Any]:
     return {ARGUMENT: tuple(_tensors(layer) for layer in layers), _DESCRIBED: described}
 
 
-def full_arguments(cache: StaticCache, capacity: int) -> dict[str, Any]:
-    """``static_arguments`` of a ``cache`` on ``meta`` for the last of ``capacity`` tokens: shorter windows are full."""
+def fill_windows(cache: StaticCache, capacity: int) -> None:
+    """Count as many tokens in each layer with a window as before the last of ``capacity`` tokens, if that fills it."""
     layers: list[Any] = cache.layers
     for layer in layers:
         if isinstance(layer, StaticSlidingWindowLayer):
             layer.cumulative_length_int = layer.max_cache_len if layer.max_cache_len < capacity else 0
-    return _described(layers, 1)
+
+
+def token_arguments(cache: StaticCache) -> dict[str, Any]:
+    """``static_arguments`` for one token more, of a ``cache`` whose tensors need not have values."""
+    return _described(cache.layers, 1)
 
 
 def _require_positions(batch: Mapping[str, Any]) -> None:
