@@ -30,6 +30,7 @@ from disco_accel.execute.kept_values import KeptValues
 from disco_accel.execute.launch_graphs import launch_graphs_of
 from disco_accel.execute.program import Tables, external_dtypes, lower
 from disco_accel.execute.state_homes import StateHomes, homes_of
+from disco_accel.execute.varying_kernels import _VaryingKernels, _VaryingPlan
 from disco_accel.execute.vertex_names import Describer
 from disco_accel.graph.check import after_gate
 from disco_accel.graph.memgraph import MemGraph
@@ -123,6 +124,7 @@ class Executor:
         arena: torch.Tensor | Mapping[int, torch.Tensor] | None = None,
         names: Mapping[int, str] | None = None,
         specs: Mapping[int, TensorSpec] | None = None,
+        varying: _VaryingPlan | None = None,
     ) -> None:
         """``clean``: INPUT id to a 1-d uint8 tensor over its host bytes, kept alive. ``states``: the same over the home
         of each value that steps change. Bytes of host-updated inputs may be written while no step is running: reloads
@@ -131,8 +133,8 @@ class Executor:
         ones where none is given. Executors may share one if one step runs at a time and ``invalidate`` follows
         another's use. On CUDA the caller pins an arena of a host device. ``names`` of INPUT vertices are for messages.
         ``specs`` of external inputs: dtype, shape and strides are checked; without one the dtype is, if all readers
-        agree. Raises ConfigError for a bad option and ExecutionError for a plan that lacks a call, an address or host
-        bytes.
+        agree. ``varying``: what depends on a length, which is the longest at first. Raises ConfigError for a bad option
+        and ExecutionError for a plan that lacks a call, an address or host bytes.
         """
         load_extension()
         count = sum(not device.is_host_device for device in memgraph.devices)
@@ -154,7 +156,7 @@ class Executor:
         self._memory = Memory(arenas, offloaded, dict(clean), homes)
         self._pinned = [backend.pin(memory) for memory in (self._memory.host, *made_here)]
         table = op_table(device)
-        tables = lower(memgraph, ops, records, self._memory, table)
+        tables = lower(memgraph, ops, records, self._memory, table, varying.shortest if varying else {})
         self._planned = tables.planned
         self._states = StateHomes(tables.states, homes, self._memory.devices, self._describer, cyclic=memgraph.cyclic)
         self._kept = KeptValues(memgraph, self._memory, self._states)
@@ -164,6 +166,9 @@ class Executor:
         with backend.current():
             self._engine = _engine_of(table, tables, self._memory, memgraph, places, settings, links)
         self._expect_externals(tables.externals, external_dtypes(memgraph, ops), specs or {})
+        self._varying = None
+        if varying is not None:
+            self._varying = _VaryingKernels(varying, table, self._engine, tables.varying, tables.externals)
         self._running = False
         self._gate_open = False
         _loaded.add(self)
@@ -172,6 +177,12 @@ class Executor:
     def running(self) -> bool:
         """Whether a step was begun that has neither ended nor been abandoned."""
         return self._running
+
+    def set_length(self, length: int) -> None:
+        """The next steps run at this length, if the plan is for several. Call between steps."""
+        self._require_idle()
+        assert self._varying is not None, "the plan is for one length"
+        self._varying.set_length(length)
 
     def begin(self, externals: Mapping[int, torch.Tensor]) -> None:
         """Starts a step and returns at once. ``externals``: every external INPUT that is not late, kept until the end,

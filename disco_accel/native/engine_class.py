@@ -46,6 +46,15 @@ class OpTable(Protocol):
     def set_rng(self, op: int, slot: int, replay: bool) -> None:
         """The call draws random numbers: see ``RngSite``."""
 
+    def set_varying(self, op: int) -> None:
+        """``replace`` may give the call other arguments from now on. It is complete; its sizes are the largest."""
+
+    def replace(self, ops: list[int]) -> None:
+        """Between steps: the calls added last take the places of ``ops``, in order; each is of the same op there."""
+
+    def resize_external(self, storage: int, nbytes: int) -> None:
+        """Between steps: the tensor that is bound to an external storage has so many bytes from now on."""
+
     def run(self, op: int) -> None:
         """Run a call on this thread."""
 

@@ -179,7 +179,7 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
                  std::to_string(schema.size()));
   }
   const Backend& backend = backend_of(place_.side);
-  PreparedOp op{*handle, place_, {}, {}, {}, {}, {}, {}, false, backend.kernels(), label, {}, {}};
+  PreparedOp op{*handle, place_, {}, {}, {}, {}, {}, {}, false, backend.kernels(), label, {}, {}, false, {}};
   for (std::size_t i = 0; i < schema.size(); ++i) {
     try {
       op.args.push_back(decode(encoded[i], schema[i].type()));
@@ -275,6 +275,41 @@ void OpTable::set_rng(std::int32_t op, std::int64_t slot, bool replay) {
   if (device != device_) ops_.at(op).rng->elsewhere = at::globalContext().defaultGenerator(device);
 }
 
+void OpTable::set_varying(std::int32_t op) {
+  ops_.at(op).varies = true;
+  ops_.at(op).room = ops_.at(op).schedule;
+}
+
+void OpTable::replace(const std::vector<std::int64_t>& ops) {
+  if (ops.size() > ops_.size()) bad_argument("more ops to replace than there are");
+  const std::size_t first = ops_.size() - ops.size();
+  for (std::size_t i = 0; i < ops.size(); ++i) {
+    PreparedOp& made = ops_[first + i];
+    if (ops[i] < 0 || static_cast<std::size_t>(ops[i]) >= first) bad_argument("no op to replace");
+    PreparedOp& op = ops_[static_cast<std::size_t>(ops[i])];
+    const auto within = [](const PlannedBlock& block, const PlannedBlock& room) {
+      return block.ptr == room.ptr && block.nbytes <= room.nbytes;
+    };
+    const bool same_memory =
+        std::equal(made.schedule.begin(), made.schedule.end(), op.room.begin(), op.room.end(), within) &&
+        made.loose.ptr == op.loose.ptr && made.loose.nbytes == op.loose.nbytes && made.place == op.place;
+    if (!op.varies || made.rng || !same_memory || made.handle.operator_name() != op.handle.operator_name()) {
+      bad_argument(op.label + ": cannot be replaced by another call");
+    }
+    made.varies = true;
+    made.room = std::move(op.room);
+    op = std::move(made);
+  }
+  ops_.erase(ops_.begin() + static_cast<std::ptrdiff_t>(first), ops_.end());
+  // Of the calls that are gone: each step would leave some behind.
+  std::erase_if(tensors_, [](const auto& entry) { return entry.second.use_count() == 1; });
+}
+
+void OpTable::resize_external(std::int64_t storage, std::size_t nbytes) {
+  external_bytes(storage);
+  storages_[storage].unsafeGetStorageImpl()->set_nbytes(nbytes);
+}
+
 void OpTable::check_results(const PreparedOp& op, const std::vector<IValue>& stack) const {
   if (op.results.empty()) return;
   std::size_t next = 0;
@@ -312,7 +347,7 @@ void OpTable::note_externals(const IValue& value, std::vector<std::int64_t>& ext
 
 bool OpTable::repeats(std::int32_t index) const {
   const PreparedOp& op = ops_.at(static_cast<std::size_t>(index));
-  return op.place.side == Side::kDevice && !op.rng && op.scheduled && op.loose.nbytes == 0;
+  return op.place.side == Side::kDevice && !op.rng && op.scheduled && op.loose.nbytes == 0 && !op.varies;
 }
 
 void OpTable::external_addresses(std::int32_t index, std::vector<std::uint64_t>& words) const {

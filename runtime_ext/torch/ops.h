@@ -60,6 +60,8 @@ struct PreparedOp {
   std::string label;
   std::optional<RngSite> rng;
   std::vector<std::int64_t> externals;  // storages that it uses whose pointers are swapped
+  bool varies = false;                  // see OpTable::set_varying
+  std::vector<PlannedBlock> room;  // of an op that varies: its schedule at first, which others stay within
 };
 
 // What one call allocated while recorded, and what it returned. `result_blocks[i]` is the index of the block
@@ -128,6 +130,14 @@ class OpTable {
   void set_loose(std::int32_t op, PlannedBlock loose) { ops_.at(op).loose = loose; }
   // The op draws random numbers: see RngSite.
   void set_rng(std::int32_t op, std::int64_t slot, bool replay);
+
+  // From now on `replace` may give the op other arguments. It is complete, and these are its largest.
+  void set_varying(std::int32_t op);
+  // Between steps: the ops added last take the places of `ops`, which vary, in order. Throws
+  // std::invalid_argument unless each is the same call elsewhere in the same memory.
+  void replace(const std::vector<std::int64_t>& ops);
+  // Between steps: an external storage has so many bytes from now on.
+  void resize_external(std::int64_t storage, std::size_t nbytes);
 
   // Throws std::invalid_argument naming the storage or op unless every fixed storage and every planned block
   // lies in an arena of its place; `places`: by arena. Storages of the host's side may also lie in a home or

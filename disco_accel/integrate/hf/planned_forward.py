@@ -15,6 +15,7 @@ from disco_accel.capture.parts import named_parts
 from disco_accel.capture.storages import storage_key
 from disco_accel.errors import BudgetTooSmall, CaptureError
 from disco_accel.integrate.hf.forward_results import cut_result, result_of, take_apart, with_padding
+from disco_accel.integrate.hf.growing_cache import growing_batch
 from disco_accel.integrate.hf.kv_cache import (
     TracedCache,
     cache_arguments,
@@ -38,7 +39,7 @@ from disco_accel.integrate.hf.static_cache import (
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.step.compile.budget_parts import leaving_bytes
 from disco_accel.step.compile.fitted_batch import FittedBatch
-from disco_accel.step.run.forwards import ForwardRequest, run_forward
+from disco_accel.step.run.forwards import ForwardRequest, _GrowingBatch, run_forward
 from disco_accel.step.state.step_key import state_number
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class _CacheInPlan:
 
     ``arguments``: its contents. ``traced``: takes them out of all arguments of a trace and makes a cache of them, with
     new tensors in ``added``. ``fill``: gives these, and the ``counts`` of the traced one, to the user's cache.
-    ``beside``, ``releases``, ``at_home``: as of ``ForwardRequest``.
+    ``beside``, ``releases``, ``at_home``: as of ``ForwardRequest``. ``growing``: makes that of ``ForwardRequest``
+    from all arguments.
     """
 
     arguments: dict[str, Any]
@@ -67,6 +69,7 @@ class _CacheInPlan:
     beside: Callable[[CapturedStep], int] = lambda _: 0
     releases: bool = False
     at_home: frozenset[str] = frozenset()
+    growing: Callable[[Mapping[str, Any]], _GrowingBatch | None] = lambda _: None
 
 
 def planned_forward(
@@ -175,8 +178,9 @@ def _with_cache(
     """The old tensors of a cache are the user's alone once this has returned."""
     cache = _cache_in_plan(state, batch)
     given = {name: value for name, value in batch.items() if name != _CACHE} | cache.arguments
+    growing = cache.growing(given)
     request = ForwardRequest(
-        kind="forward",
+        kind="growing forward" if growing else "forward",
         batch=given,
         trace=_tracer(model, forward, cache.traced),
         contexts=lambda: hf_contexts(model, given),
@@ -184,6 +188,7 @@ def _with_cache(
         releases=cache.releases,
         changed=lambda name: name.startswith(ARGUMENT),
         at_home=cache.at_home,
+        growing=growing,
     )
     return *run_forward(state, model, request), cache.fill
 
@@ -208,19 +213,17 @@ def _cache_in_plan(state: Session, batch: Mapping[str, Any]) -> _CacheInPlan:
             at_home=frozenset(name if name.startswith(ARGUMENT) else _OF_CACHE + name for name in names_at_home(cache)),
         )
     check_cache(cache)
-    if cache.get_seq_length() and tokens == 1:
-        raise CaptureError(
-            f"{_CACHE}: decoding with a cache that grows by a token in each forward, and would need a plan for each "
-            'length; pass cache_implementation="static" to generate, or to the config of a trainer that calls it, such '
-            "as TRL's GRPOConfig"
-        )
     past = cache_arguments(cache)
+    grows = tokens == 1 and any(past["past"])
+    if grows:
+        past["past"] = tuple(tuple(tensor.contiguous() for tensor in held) for held in past["past"])
     return _CacheInPlan(
         past,
         TracedCache.of,
         lambda made, _: fill(cache, made, tokens),
         lambda captured: room_to_fill(past["past"], leaving_bytes(captured)),
         any(past["past"]),
+        growing=(lambda given: growing_batch(given, past["windows"])) if grows else lambda _: None,
     )
 
 

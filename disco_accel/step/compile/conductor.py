@@ -12,6 +12,7 @@ import torch
 
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.capture.fake_inputs import batch_tensors
+from disco_accel.capture.lengths import lengths_of
 from disco_accel.capture.parts import named_parts
 from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.capture.traced_modules import Forward
@@ -26,6 +27,7 @@ from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.traits import FOREIGN, Traits
 from disco_accel.measure.costs import Measured
 from disco_accel.measure.fused_kernels import fusing_on
+from disco_accel.measure.record_lengths import records_at_ends
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.plan import Machine
 from disco_accel.plan.plan_cache import PlanCache
@@ -152,12 +154,14 @@ def compile_forward(
     beside: Callable[[CapturedStep], int],
     changed: Callable[[str], bool] = lambda _: False,
     at_home: Collection[str] = (),
+    lengths: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> CompiledStep:
     """As ``compile_step``, for the outputs that ``forward`` returns without gradients, each a clone.
 
     They are written to memory of the caller's, as in ``capture_forward``. ``structure``: asked after the capture for
     ``CapturedStep.structure``. ``beside``: bytes of the budget that the caller needs for itself, besides the batch and
     that memory. ``changed``: as in ``capture_forward``. ``at_home``: as in ``with_cache_at_home``.
+    ``lengths``: arguments at several lengths, ``kwargs`` at the longest: the plan is for all lengths between.
 
     Raises:
         CaptureError: an op or module cannot be captured.
@@ -165,18 +169,26 @@ def compile_forward(
     """
     began = time.perf_counter()
     device, sharing = run_device(options.engine.device), _sharing(options, FittedBatch(kwargs))
-    captured = capture_forward(
-        model,
-        kwargs,
-        forward=forward,
-        contexts=options.contexts,
-        device=device,
-        outside=lambda _: True,
-        changed=changed,
-        trained=options.trained,
-        rewrite=sharing.of_one,
-    )
-    captured = with_cache_at_home(replace(captured, structure=structure()), at_home)
+
+    def capture(arguments: Mapping[str, Any]) -> CapturedStep:
+        captured = capture_forward(
+            model,
+            arguments,
+            forward=forward,
+            contexts=options.contexts,
+            device=device,
+            outside=lambda _: True,
+            changed=changed,
+            trained=options.trained,
+            rewrite=sharing.of_one,
+        )
+        return replace(captured, structure=structure())
+
+    if lengths is None:
+        captured = with_cache_at_home(capture(kwargs), at_home)
+    else:
+        captures = {length: capture(arguments) for length, arguments in lengths.items()}
+        captured = replace(captures[max(captures)], lengths=lengths_of(captures))
     options.captured()
     outputs = sum(leaving_bytes(captured).values()) + beside(captured)
     on_device = {name: tensor for name, tensor in batch_tensors(kwargs).items() if name not in at_home}
@@ -196,6 +208,10 @@ def _compile(
     seconds = {"capture": time.perf_counter() - began}
     engine, device = options.engine, run_device(options.engine.device)
     source = Measured(engine.device, engine.compute_threads, engine.compute_streams)
+    ends = {}
+    if (lengths := whole.captured.lengths) is not None:
+        ends = records_at_ends(lengths.graphs, lengths.calls, engine.device, engine.compute_threads, source.known)
+        source = replace(source, varying=[(lengths.calls[n].longest, record) for n, (record, _) in ends.items()])
     trainable = [p for p in model.parameters() if p.requires_grad]
     # The host's optimizer has them, their gradients and its state there.
     on_device = [] if options.trained.host_has_it else trainable
@@ -221,6 +237,9 @@ def _compile(
         settings.fusing.use_compiled(made.planned.graph)
     planned = at_boundary(captured, made.planned, settings)
     planned = with_fused_kernels(captured, planned, settings)
+    if lengths is not None:
+        # Refuses what passes have made of kernels that depend on the length.
+        lengths.found_in(planned.graph)
     _tell(planned, options, asked.machine)
     options.gather(captured.constants.values())
     given, packed = (bytes_on_host(planned.plan), options.rounded), _packed_bytes(model, captured, options)
@@ -242,6 +261,7 @@ def _compile(
         recomputation=planned.recomputation,
         fused=planned.fused,
         rows=choice_of_rows(whole, asked, made),
+        at_shortest={kernel: record for kernel, (_, record) in ends.items()},
     )
 
 

@@ -47,6 +47,20 @@ class _TracedForward:
 
 
 @dataclass(frozen=True)
+class _GrowingBatch:
+    """A batch of which tensors grow with a ``length`` from forward to forward; one plan is for all lengths between the
+    smallest and the largest of ``at``: the arguments at some lengths, of tensors that have layouts alone."""
+
+    length: int
+    at: Mapping[int, Mapping[str, Any]]
+
+    @property
+    def longest(self) -> Mapping[str, Any]:
+        """The arguments that the plan has memory for."""
+        return self.at[max(self.at)]
+
+
+@dataclass(frozen=True)
 class ForwardRequest:
     """A forward to run from a plan, on ``batch``.
 
@@ -54,7 +68,7 @@ class ForwardRequest:
     clone, and the rest of the result. ``contexts``: around the trace. ``beside``: bytes of the budget that the caller
     takes for itself besides the batch and the results. ``releases``: the caller frees tensors of the batch as soon as
     it has the result. ``changed``: which tensors of the batch the forward may write to in place. ``at_home``: names of
-    those, and of results, that are in host memory.
+    those, and of results, that are in host memory. ``growing``: ``batch`` is one of several, with one plan for all.
     """
 
     kind: str
@@ -65,6 +79,12 @@ class ForwardRequest:
     releases: bool = False
     changed: Callable[[str], bool] = lambda _: False
     at_home: Collection[str] = ()
+    growing: _GrowingBatch | None = None
+
+    @property
+    def planned_for(self) -> Mapping[str, Any]:
+        """The arguments as the plan has them."""
+        return self.batch if self.growing is None else self.growing.longest
 
 
 def run_forward(state: Session, model: torch.nn.Module, request: ForwardRequest) -> tuple[Tensors, Any]:
@@ -90,6 +110,8 @@ def _run(state: Session, model: torch.nn.Module, request: ForwardRequest) -> tup
         placed = {b: _empty(b, state.memory.device, on_host=b.vertex in on_host) for b in outside}
         # The last run may still reload the residents, for this very run.
         step.settle()
+        if request.growing is not None:
+            step.executor.set_length(request.growing.length)
         externals = externals_of(state, model, step, request.batch) | {b.vertex: t for b, t in placed.items()}
         with kept_on_failure(step):
             if again:
@@ -134,19 +156,20 @@ def _compiled(state: Session, model: torch.nn.Module, request: ForwardRequest) -
     def compiler(options: CompileOptions) -> CompiledStep:
         return compile_forward(
             model,
-            request.batch,
+            request.planned_for,
             forward=traced,
             structure=lambda: traced.structure,
             changed=request.changed,
             at_home=request.at_home,
             options=with_shards(state, model, options, state.setup.config.parallel),
             beside=request.beside,
+            lengths=None if request.growing is None else request.growing.at,
         )
 
     what = "the reading of" if request.kind == PREFILL else "a forward without gradients on"
     what = f"{what} {batch_text(request.batch)}"
     run_first_forward_changes(model, state.memory.device, gradients=False)
-    key = step_key(model, request.batch), request.kind
+    key = step_key(model, request.planned_for), request.kind
     _require_room(state, key)
     if state.budgets.plan_sets.knows(key):
         state.calls.new_shapes.met()

@@ -1,0 +1,113 @@
+"""Kernels of a plan that depend on a length: between two steps they are given the arguments of another one.
+
+The plan has memory for the longest. At a smaller length a value begins at the same address and ends earlier, so that
+what is free of races at the longest is so at each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from disco_accel.errors import ExecutionError
+from disco_accel.graph.lengths import _Between
+from disco_accel.graph.taskgraph import OpCall, TensorSpec
+from disco_accel.measure.record import OpRecord
+from disco_accel.native.engine_class import Engine, OpTable
+from disco_accel.native.op_encoding import Encoded
+
+
+@dataclass(frozen=True, slots=True)
+class _EncodedCall:
+    """A call as the op table takes it. ``results``: a ResultMode and an encoded tensor of each; ``sizes`` of its
+    allocations."""
+
+    name: str
+    overload: str
+    args: Encoded
+    results: tuple[tuple[int, Encoded], ...]
+    sizes: tuple[int, ...]
+
+    def add(self, ops: OpTable, label: str, addresses: Sequence[int], loose: tuple[int, int]) -> int:
+        """Its number in ``ops``. ``loose``: address and bytes of room for further allocations."""
+        op = int(ops.add_op(self.name, self.overload, self.args, label))
+        for mode, where in self.results:
+            ops.expect_result(op, mode, where)
+        ops.set_schedule(op, list(addresses), list(self.sizes))
+        if loose[1]:
+            ops.set_loose(op, *loose)
+        return op
+
+
+@dataclass(frozen=True, slots=True)
+class _VaryingOp:
+    """A kernel that depends on a length, number ``op`` of the op table. ``where``: told before the table gets a call of
+    this kernel's device. The rest is as of ``_EncodedCall.add``."""
+
+    op: int
+    label: str
+    where: Callable[[], None]
+    addresses: Sequence[int]
+    loose: tuple[int, int]
+    longest: _EncodedCall
+    shortest: _EncodedCall
+
+
+@dataclass(frozen=True)
+class _VaryingPlan:
+    """The part of a plan that depends on a length. ``shortest``: calls and records there, by kernel. ``inputs``: by
+    INPUT from the user, the layout at the longest and at the shortest length."""
+
+    between: _Between
+    shortest: Mapping[int, tuple[OpCall, OpRecord]] = field(default_factory=dict)
+    inputs: Mapping[int, tuple[TensorSpec, TensorSpec]] = field(default_factory=dict)
+
+
+class _VaryingKernels:
+    """The kernels and inputs of one engine that depend on a length."""
+
+    def __init__(
+        self, plan: _VaryingPlan, table: OpTable, engine: Engine, ops: Sequence[_VaryingOp], storages: Mapping[int, int]
+    ) -> None:
+        """``storages``: of inputs, in the op table."""
+        self._between, self._table, self._engine, self._ops = plan.between, table, engine, ops
+        self._inputs = [(storages[vertex], *ends) for vertex, ends in plan.inputs.items()]
+        self._length: int | None = plan.between.longest
+
+    def set_length(self, length: int) -> None:
+        """Raises ExecutionError for a length that the plan is not for."""
+        if length == self._length:
+            return
+        if not self._between.shortest <= length <= self._between.longest:
+            raise ExecutionError(
+                f"the plan is for lengths from {self._between.shortest} to {self._between.longest}, not {length}"
+            )
+        self._length = None
+        try:
+            for storage, *ends in self._inputs:
+                spec = self._between.spec_at(length, *ends)
+                self._table.resize_external(storage, _nbytes(spec))
+                self._engine.expect_layout(storage, spec.dtype, spec.shape, spec.stride)
+            for op in self._ops:
+                self._add(op, length)
+            self._table.replace([op.op for op in self._ops])
+        except (ValueError, RuntimeError) as error:
+            raise ExecutionError(f"the plan cannot run at length {length}: {error}") from error
+        self._length = length
+
+    def _add(self, op: _VaryingOp, length: int) -> None:
+        ends = ((each.args, each.results, each.sizes) for each in (op.longest, op.shortest))
+        op.where()
+        call = _EncodedCall(op.longest.name, op.longest.overload, *self._between.at(length, *ends))
+        call.add(self._table, op.label, op.addresses, op.loose)
+
+
+def _nbytes(spec: TensorSpec) -> int:
+    if not math.prod(spec.shape):
+        return 0
+    extent = 1 + sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
+    itemsize: int = getattr(torch, spec.dtype).itemsize
+    return extent * itemsize

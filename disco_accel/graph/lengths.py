@@ -1,0 +1,116 @@
+"""Numbers of a graph that depend on a length, such as that of a cache: each is affine in it.
+
+Two graphs of one forward, at its longest and at its shortest length, tell all numbers between. Sizes and strides of
+tensors may differ, and numbers among the arguments of calls. All else has to be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from disco_accel.graph.taskgraph import OpCall, OpResult, RngSite, TaskGraph, TensorArg, TensorSpec
+from disco_accel.graph.value_numbering import value_numbers
+
+
+class _NotAffine(Exception):
+    """Something in a graph does not depend on the length as ``_Between`` knows it. Its argument names the place."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """Numbers at any length from ``shortest`` to ``longest``, by those at these two."""
+
+    longest: int
+    shortest: int
+
+    def at(self, length: int, longest: Any, shortest: Any) -> Any:
+        """The value at ``length`` of what has these values at the two ends: a number, or a tuple of such values."""
+        if isinstance(longest, tuple):
+            if longest == shortest:
+                return longest
+            return tuple([self.at(length, one, other) for one, other in zip(longest, shortest, strict=True)])
+        if longest == shortest:
+            return longest
+        return longest - (longest - shortest) // (self.longest - self.shortest) * (self.longest - length)
+
+    def spec_at(self, length: int, longest: TensorSpec, shortest: TensorSpec) -> TensorSpec:
+        """The same of the layout of a tensor."""
+        ends = [(spec.shape, spec.stride, spec.offset) for spec in (longest, shortest)]
+        return TensorSpec(longest.dtype, *self.at(length, *ends))
+
+    def require_affine(self, longest: Any, shortest: Any) -> None:
+        """Raise _NotAffine unless ``at`` can tell the values between these."""
+        if type(longest) is not type(shortest):
+            raise _NotAffine
+        if isinstance(longest, tuple):
+            if len(longest) != len(shortest):
+                raise _NotAffine
+            for one, other in zip(longest, shortest, strict=True):
+                self.require_affine(one, other)
+        elif type(longest) is int:
+            # Sizes are largest at the longest length: the memory that a plan has for them is enough for all.
+            if longest < shortest or (longest - shortest) % (self.longest - self.shortest):
+                raise _NotAffine
+        elif longest != shortest:
+            raise _NotAffine
+
+
+@dataclass(frozen=True, slots=True)
+class _VaryingCall:
+    """The call of a kernel at the longest length, and at the shortest."""
+
+    longest: OpCall
+    shortest: OpCall
+
+
+def varying_calls(graphs: Mapping[int, TaskGraph]) -> dict[int, _VaryingCall]:
+    """The calls that depend on the length, by kernel, of one forward's ``graphs`` by length: those at both ends tell
+    how, and all others have to agree.
+
+    Raises:
+        _NotAffine: they do not, or the graphs differ in more than numbers.
+    """
+    between = _Between(max(graphs), min(graphs))
+    longest, shortest = graphs[between.longest], graphs[between.shortest]
+    rows = [_rows(longest), _rows(shortest)]
+    for (place, one), (_, other) in zip(*rows, strict=True):
+        try:
+            between.require_affine(one, other)
+        except _NotAffine:
+            raise _NotAffine(place) from None
+    for length, graph in graphs.items():
+        for (place, one), (_, other), (_, here) in zip(*rows, _rows(graph), strict=True):
+            if between.at(length, one, other) != here:
+                raise _NotAffine(place)
+    numbers = {length: value_numbers(graph) for length, graph in graphs.items()}
+    if any(found != numbers[between.longest] for found in numbers.values()):
+        # A plan computes once what several kernels compute alike. These do so at one length, and not at another.
+        raise _NotAffine("kernels that are alike at one length")
+    pairs = ((vertex, call, shortest.ops[vertex]) for vertex, call in longest.ops.items())
+    return {vertex: _VaryingCall(one, other) for vertex, one, other in pairs if one != other}
+
+
+def _rows(graph: TaskGraph) -> list[tuple[str, tuple[Any, ...]]]:
+    """For each vertex the module that issued it, and all that is in it. Numbers that must not vary are strings."""
+    rows = []
+    for vertex in graph.vertices:
+        call = graph.ops.get(vertex.id)
+        place = vertex.op if call is None else call.module or call.name
+        rows.append((place, (repr(replace(vertex, sizes=())), vertex.sizes, _plain(call))))
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple([_plain(item) for item in value])
+    if isinstance(value, TensorArg):
+        return str(value.input), _plain(value.spec)
+    if isinstance(value, OpResult):
+        return str(value.output), _plain(value.spec)
+    if isinstance(value, RngSite):
+        return repr(value)
+    if isinstance(value, (OpCall, TensorSpec)) or hasattr(value, "__dataclass_fields__"):
+        return tuple([_plain(getattr(value, each.name)) for each in fields(value)])
+    return value

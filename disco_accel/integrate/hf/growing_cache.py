@@ -1,0 +1,91 @@
+"""A token behind others in a cache that grows: the lengths that one plan is for, and the arguments at each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from disco_accel.errors import CaptureError
+from disco_accel.integrate.hf.kv_cache import Windows
+from disco_accel.step.run.forwards import _GrowingBatch
+
+_FEWEST = 64
+"""A plan is for at least so many tokens: the first tokens of a generation share one."""
+_MASK = "attention_mask"
+
+
+def growing_batch(batch: Mapping[str, Any], windows: Windows) -> _GrowingBatch | None:
+    """``batch``, the arguments for one token more and those of ``cache_arguments``, as one of those that share a plan.
+    None: it shares its plan with none.
+
+    Raises:
+        CaptureError: a layer has another number of tokens than its kind has, or the mask is for another number.
+    """
+    length = batch["length"] + 1
+    _require_regular(batch, windows, length)
+    shortest, longest = _shared(length, windows)
+    if shortest == longest:
+        return None
+    between = length if shortest < length < longest else (shortest + longest) // 2
+    lengths = dict.fromkeys((longest, shortest, between))
+    return _GrowingBatch(length, {n: _at(batch, n, windows) for n in lengths})
+
+
+def _shared(length: int, windows: Windows) -> tuple[int, int]:
+    """The first and the last of the lengths that share a plan with ``length``: up to a power of two, and on one side of
+    each number where a forward does something else: a window fills up, or tensors get a second token."""
+    longest = max(_FEWEST, 1 << (length - 1).bit_length())
+    shortest = 1 if longest == _FEWEST else longest // 2 + 1
+    for first in {3, *(n for window in windows if window for n in (window, window + 1))}:
+        if first <= length:
+            shortest = max(shortest, first)
+        else:
+            longest = min(longest, first - 1)
+    return shortest, longest
+
+
+def _held(length: int, window: int) -> int:
+    """Tokens that a layer holds before the last of ``length``."""
+    return min(length - 1, window - 1) if window else length - 1
+
+
+def _require_regular(batch: Mapping[str, Any], windows: Windows, length: int) -> None:
+    for index, held in enumerate(batch["past"]):
+        tokens = {tensor.shape[2] for tensor in held}
+        if tokens != {_held(length, windows[index] if windows else 0)}:
+            raise CaptureError(
+                f"past_key_values: layer {index} holds {sorted(tokens)} tokens where the cache counts {length - 1}"
+            )
+    mask = batch.get(_MASK)
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() in (2, 4) and mask.shape[-1] == length):
+        raise CaptureError(f"{_MASK}: is not one of 2 or 4 dimensions for the {length} tokens, the new one among them")
+
+
+def _at(batch: Mapping[str, Any], length: int, windows: Windows) -> dict[str, Any]:
+    """``batch`` as it is for so many tokens; tensors of the cache are without values."""
+    past = tuple(
+        tuple(_of_tokens(tensor, _held(length, windows[index] if windows else 0)) for tensor in held)
+        for index, held in enumerate(batch["past"])
+    )
+    at: dict[str, Any] = {**batch, "past": past, "length": length - 1}
+    if at.get(_MASK) is not None:
+        at[_MASK] = _mask_of(at[_MASK], length)
+    return at
+
+
+def _of_tokens(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
+    rows, heads, _, size = tensor.shape
+    return torch.empty((rows, heads, tokens, size), dtype=tensor.dtype, device="meta")
+
+
+def _mask_of(mask: torch.Tensor, length: int) -> torch.Tensor:
+    """A mask for ``length`` tokens that hides some if ``mask`` does: models choose their ops by that."""
+    hides = mask.dim() == 2 and bool((mask == 0).any())
+    more = length - mask.shape[-1]
+    made = functional.pad(mask, (more, 0), value=0 if hides else 1) if more >= 0 else mask[..., -length:].clone()
+    if hides:
+        made[:, 0] = 0
+    return made
