@@ -168,7 +168,7 @@ class Executor:
         self._expect_externals(tables.externals, external_dtypes(memgraph, ops), specs or {})
         self._varying = None
         if varying is not None:
-            self._varying = _VaryingKernels(varying, table, self._engine, tables.varying, tables.externals)
+            self._varying = _VaryingKernels(varying, table, self._engine, tables.externals)
         self._running = False
         self._gate_open = False
         _loaded.add(self)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.addresses import Addresses, Memory
 from disco_accel.execute.planned_states import PlannedStates, planned_states
-from disco_accel.execute.varying_kernels import _EncodedCall, _VaryingOp
+from disco_accel.execute.varying_kernels import _EncodedCall
 from disco_accel.graph.carried_values import taskgraph_of
 from disco_accel.graph.check import after_gate
 from disco_accel.graph.copies import is_resident_range, is_transfer, ranged_values, swaps_out
@@ -52,8 +51,7 @@ from disco_accel.native.op_encoding import (
 class Tables:
     """The parts of an engine. int64 with the columns of ``native/engine_numbers.py``: ``vertices``, ``edges`` of
     positions, and ``copied``. ``externals``: id of an external INPUT, or of a transfer to the user's memory, to its
-    storage number in the op table. ``planned`` allocations of one step. ``states`` of the plan. ``varying``:
-    kernels that depend on a length."""
+    storage number in the op table. ``planned`` allocations of one step. ``states`` of the plan."""
 
     vertices: torch.Tensor
     edges: torch.Tensor
@@ -61,7 +59,6 @@ class Tables:
     copied: torch.Tensor
     planned: int
     states: PlannedStates
-    varying: Sequence[_VaryingOp]
 
 
 class _Storages:
@@ -179,7 +176,6 @@ class _Lowering:
     ) -> None:
         self._graph, self._calls, self._records, self._ops = graph, calls, records, ops
         self._shortest = shortest
-        self._varying: list[_VaryingOp] = []
         self._addresses = Addresses(graph.slots, {v.id: v for v in graph.vertices}, memory)
         self._storages = _Storages(graph, ops, self._addresses)
         self._positions = {v.id: i for i, v in enumerate(graph.vertices)}
@@ -205,7 +201,6 @@ class _Lowering:
             torch.tensor(self._copied, dtype=torch.int64).reshape(-1, len(COPIED_COLUMNS)),
             self._planned,
             self._states,
-            self._varying,
         )
 
     def _row(self, vertex: Vertex) -> tuple[int, ...]:
@@ -339,10 +334,7 @@ class _Lowering:
             if call.rng is not None:
                 self._ops.set_rng(op, call.rng.slot, call.rng.replay)
             if vertex.id in self._shortest:
-                self._ops.set_varying(op)
-                ends = encoded, self._encoded(vertex, *self._shortest[vertex.id])
-                where = functools.partial(self._storages.put, vertex)
-                self._varying.append(_VaryingOp(op, label(call), where, addresses, loose, *ends))
+                encoded.set_varying(self._ops, op, self._encoded(vertex, *self._shortest[vertex.id]))
         except (ValueError, RuntimeError) as error:
             raise ExecutionError(f"vertex {vertex.id}: {error}") from error
         return op

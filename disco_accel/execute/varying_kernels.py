@@ -7,7 +7,7 @@ what is free of races at the longest is so at each.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,19 +41,12 @@ class _EncodedCall:
             ops.set_loose(op, *loose)
         return op
 
-
-@dataclass(frozen=True, slots=True)
-class _VaryingOp:
-    """A kernel that depends on a length, number ``op`` of the op table. ``where``: told before the table gets a call of
-    this kernel's device. The rest is as of ``_EncodedCall.add``."""
-
-    op: int
-    label: str
-    where: Callable[[], None]
-    addresses: Sequence[int]
-    loose: tuple[int, int]
-    longest: _EncodedCall
-    shortest: _EncodedCall
+    def set_varying(self, ops: OpTable, op: int, shortest: _EncodedCall) -> None:
+        """Number ``op`` of ``ops``, which is this call at the longest length, is ``shortest`` at the shortest."""
+        if (self.name, self.overload) != (shortest.name, shortest.overload):
+            raise ValueError(f"{self.name}: another op at another length")
+        ends = ((each.args, tuple(where for _, where in each.results), each.sizes) for each in (self, shortest))
+        ops.set_varying(op, *ends)
 
 
 @dataclass(frozen=True)
@@ -69,11 +62,9 @@ class _VaryingPlan:
 class _VaryingKernels:
     """The kernels and inputs of one engine that depend on a length."""
 
-    def __init__(
-        self, plan: _VaryingPlan, table: OpTable, engine: Engine, ops: Sequence[_VaryingOp], storages: Mapping[int, int]
-    ) -> None:
+    def __init__(self, plan: _VaryingPlan, table: OpTable, engine: Engine, storages: Mapping[int, int]) -> None:
         """``storages``: of inputs, in the op table."""
-        self._between, self._table, self._engine, self._ops = plan.between, table, engine, ops
+        self._between, self._table, self._engine = plan.between, table, engine
         self._inputs = [(storages[vertex], *ends) for vertex, ends in plan.inputs.items()]
         self._length: int | None = plan.between.longest
 
@@ -81,28 +72,19 @@ class _VaryingKernels:
         """Raises ExecutionError for a length that the plan is not for."""
         if length == self._length:
             return
-        if not self._between.shortest <= length <= self._between.longest:
-            raise ExecutionError(
-                f"the plan is for lengths from {self._between.shortest} to {self._between.longest}, not {length}"
-            )
+        longest, shortest = self._between.longest, self._between.shortest
+        if not shortest <= length <= longest:
+            raise ExecutionError(f"the plan is for lengths from {shortest} to {longest}, not {length}")
         self._length = None
         try:
             for storage, *ends in self._inputs:
                 spec = self._between.spec_at(length, *ends)
                 self._table.resize_external(storage, _nbytes(spec))
                 self._engine.expect_layout(storage, spec.dtype, spec.shape, spec.stride)
-            for op in self._ops:
-                self._add(op, length)
-            self._table.replace([op.op for op in self._ops])
+            self._table.set_length(longest - length, longest - shortest)
         except (ValueError, RuntimeError) as error:
             raise ExecutionError(f"the plan cannot run at length {length}: {error}") from error
         self._length = length
-
-    def _add(self, op: _VaryingOp, length: int) -> None:
-        ends = ((each.args, each.results, each.sizes) for each in (op.longest, op.shortest))
-        op.where()
-        call = _EncodedCall(op.longest.name, op.longest.overload, *self._between.at(length, *ends))
-        call.add(self._table, op.label, op.addresses, op.loose)
 
 
 def _nbytes(spec: TensorSpec) -> int:

@@ -46,11 +46,13 @@ class OpTable(Protocol):
     def set_rng(self, op: int, slot: int, replay: bool) -> None:
         """The call draws random numbers: see ``RngSite``."""
 
-    def set_varying(self, op: int) -> None:
-        """``replace`` may give the call other arguments from now on. It is complete; its sizes are the largest."""
+    def set_varying(self, op: int, longest: Any, shortest: Any) -> None:
+        """A call that is complete depends on a length. ``longest``, as it is, and ``shortest``: its encoded arguments,
+        an encoded tensor for each result, and the sizes of its allocations."""
 
-    def replace(self, ops: list[int]) -> None:
-        """Between steps: the calls added last take the places of ``ops``, in order; each is of the same op there."""
+    def set_length(self, below: int, span: int) -> None:
+        """Between steps: all calls that depend on the length are at one that is ``below`` the longest from now on; the
+        shortest is ``span`` below it."""
 
     def resize_external(self, storage: int, nbytes: int) -> None:
         """Between steps: the tensor that is bound to an external storage has so many bytes from now on."""

@@ -168,18 +168,17 @@ void OpTable::check_place(const IValue& value, c10::Device device) {
   }
 }
 
-std::int32_t OpTable::add_op(const std::string& name, const std::string& overload, const IValue& args,
-                             const std::string& label) {
-  const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
-  if (!handle.has_value()) bad_argument(label + ": no op " + name + "." + overload + " in this PyTorch");
+PreparedOp OpTable::prepared(const c10::OperatorHandle& handle, const IValue& args,
+                             const std::string& label) const {
+  const auto& [name, overload] = handle.operator_name();
   const c10::ArrayRef<IValue> encoded = tuple_elements(args);
-  const auto& schema = handle->schema().arguments();
+  const auto& schema = handle.schema().arguments();
   if (encoded.size() != schema.size()) {
     bad_argument(label + ": " + std::to_string(encoded.size()) + " arguments given, the schema has " +
                  std::to_string(schema.size()));
   }
   const Backend& backend = backend_of(place_.side);
-  PreparedOp op{*handle, place_, {}, {}, {}, {}, {}, {}, false, backend.kernels(), label, {}, {}, false, {}};
+  PreparedOp op{handle, place_, {}, {}, {}, {}, {}, {}, false, backend.kernels(), label, {}, {}, false};
   for (std::size_t i = 0; i < schema.size(); ++i) {
     try {
       op.args.push_back(decode(encoded[i], schema[i].type()));
@@ -196,20 +195,31 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
   if (name == kFusedOp && fused_kernel_is_for(op.args, place_.device.type()))
     op.fused = fused_call(op.args, external, this);
   if (backend.computes_small_ops()) op.direct = direct_call(name, overload, op.args, external, this);
+  return op;
+}
+
+std::int32_t OpTable::add_op(const std::string& name, const std::string& overload, const IValue& args,
+                             const std::string& label) {
+  const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
+  if (!handle.has_value()) bad_argument(label + ": no op " + name + "." + overload + " in this PyTorch");
+  ops_.push_back(prepared(*handle, args, label));
   // Grows this thread's stack once, here: a step must not.
   scratch_stack().reserve(64);
-  ops_.push_back(std::move(op));
   return static_cast<std::int32_t>(ops_.size()) - 1;
 }
 
-void OpTable::expect_result(std::int32_t op, ResultMode mode, const IValue& where) {
+ExpectedResult OpTable::expected(ResultMode mode, const IValue& where, PreparedOp& op) const {
   ExpectedResult expected{mode, {}};
   if (mode != ResultMode::kIgnored) {
     expected.where = decode_tensor(tuple_elements(where));
-    check_place(expected.where, ops_.at(op).place.device);
-    note_externals(expected.where, ops_.at(op).externals);
+    check_place(expected.where, op.place.device);
+    note_externals(expected.where, op.externals);
   }
-  ops_.at(op).results.push_back(std::move(expected));
+  return expected;
+}
+
+void OpTable::expect_result(std::int32_t op, ResultMode mode, const IValue& where) {
+  ops_.at(op).results.push_back(expected(mode, where, ops_.at(op)));
 }
 
 void OpTable::set_schedule(std::int32_t op, std::vector<PlannedBlock> blocks) {
@@ -273,41 +283,6 @@ void OpTable::set_rng(std::int32_t op, std::int64_t slot, bool replay) {
   rng_->reserve(slot);
   ops_.at(op).rng = RngSite{rng_.get(), slot, replay};
   if (device != device_) ops_.at(op).rng->elsewhere = at::globalContext().defaultGenerator(device);
-}
-
-void OpTable::set_varying(std::int32_t op) {
-  ops_.at(op).varies = true;
-  ops_.at(op).room = ops_.at(op).schedule;
-}
-
-void OpTable::replace(const std::vector<std::int64_t>& ops) {
-  if (ops.size() > ops_.size()) bad_argument("more ops to replace than there are");
-  const std::size_t first = ops_.size() - ops.size();
-  for (std::size_t i = 0; i < ops.size(); ++i) {
-    PreparedOp& made = ops_[first + i];
-    if (ops[i] < 0 || static_cast<std::size_t>(ops[i]) >= first) bad_argument("no op to replace");
-    PreparedOp& op = ops_[static_cast<std::size_t>(ops[i])];
-    const auto within = [](const PlannedBlock& block, const PlannedBlock& room) {
-      return block.ptr == room.ptr && block.nbytes <= room.nbytes;
-    };
-    const bool same_memory =
-        std::equal(made.schedule.begin(), made.schedule.end(), op.room.begin(), op.room.end(), within) &&
-        made.loose.ptr == op.loose.ptr && made.loose.nbytes == op.loose.nbytes && made.place == op.place;
-    if (!op.varies || made.rng || !same_memory || made.handle.operator_name() != op.handle.operator_name()) {
-      bad_argument(op.label + ": cannot be replaced by another call");
-    }
-    made.varies = true;
-    made.room = std::move(op.room);
-    op = std::move(made);
-  }
-  ops_.erase(ops_.begin() + static_cast<std::ptrdiff_t>(first), ops_.end());
-  // Of the calls that are gone: each step would leave some behind.
-  std::erase_if(tensors_, [](const auto& entry) { return entry.second.use_count() == 1; });
-}
-
-void OpTable::resize_external(std::int64_t storage, std::size_t nbytes) {
-  external_bytes(storage);
-  storages_[storage].unsafeGetStorageImpl()->set_nbytes(nbytes);
 }
 
 void OpTable::check_results(const PreparedOp& op, const std::vector<IValue>& stack) const {

@@ -372,7 +372,7 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("set_loose", &TorchOps::set_loose)
       .def("set_rng", &TorchOps::set_rng)
       .def("set_varying", &TorchOps::set_varying)
-      .def("replace", &TorchOps::replace)
+      .def("set_length", &TorchOps::set_length)
       .def("resize_external", &TorchOps::resize_external)
       .def("run", &TorchOps::run)
       .def("is_direct", &TorchOps::is_direct)
