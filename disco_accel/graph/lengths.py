@@ -84,10 +84,12 @@ def varying_calls(graphs: Mapping[int, TaskGraph]) -> dict[int, _VaryingCall]:
         for (place, one), (_, other), (_, here) in zip(*rows, _rows(graph), strict=True):
             if between.at(length, one, other) != here:
                 raise _NotAffine(place)
-    numbers = {length: value_numbers(graph) for length, graph in graphs.items()}
-    if any(found != numbers[between.longest] for found in numbers.values()):
-        # A plan computes once what several kernels compute alike. These do so at one length, and not at another.
-        raise _NotAffine("kernels that are alike at one length")
+    alike = value_numbers(longest)
+    for graph in graphs.values():
+        pairs_of_numbers = {(alike[vertex], number) for vertex, number in value_numbers(graph).items()}
+        if len(pairs_of_numbers) > len(set(alike.values())):
+            # A plan computes once what several kernels compute alike at the longest.
+            raise _NotAffine("kernels that are alike at one length")
     pairs = ((vertex, call, shortest.ops[vertex]) for vertex, call in longest.ops.items())
     return {vertex: _VaryingCall(one, other) for vertex, one, other in pairs if one != other}
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn import functional
+from transformers import DynamicCache
 
 from disco_accel.errors import CaptureError
-from disco_accel.integrate.hf.kv_cache import Windows
+from disco_accel.integrate.hf.kv_cache import Windows, cache_arguments, windows_of
 from disco_accel.step.run.forwards import _GrowingBatch
 
 _FEWEST = 64
@@ -17,21 +17,35 @@ _FEWEST = 64
 _MASK = "attention_mask"
 
 
-def growing_batch(batch: Mapping[str, Any], windows: Windows) -> _GrowingBatch | None:
-    """``batch``, the arguments for one token more and those of ``cache_arguments``, as one of those that share a plan.
-    None: it shares its plan with none.
+def growing_arguments(cache: DynamicCache) -> dict[str, Any]:
+    """``cache_arguments`` of ``cache``, whose tensors lie as they do behind a token. Those that do not, such as a part
+    of a long prompt, are copied, layer by layer."""
+    length = int(cache.get_seq_length()) + 1
+    layers: list[Any] = cache.layers
+    for layer, window in zip(layers, windows_of(cache), strict=True):
+        for name in ("keys", "values") if layer.is_initialized else ():
+            tensor = getattr(layer, name)
+            shape, stride = _layout(tensor, tensor.shape[2], _room(length, window, tensor.shape[2]))
+            if tensor.stride() != stride:
+                setattr(layer, name, torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device))
+                getattr(layer, name).copy_(tensor)
+    return cache_arguments(cache)
+
+
+def growing_batch(batch: Mapping[str, Any]) -> _GrowingBatch | None:
+    """``batch``, the arguments for one token more and those of ``growing_arguments``, as one of those that share a
+    plan. None: it shares its plan with none.
 
     Raises:
         CaptureError: a layer has another number of tokens than its kind has, or the mask is for another number.
     """
-    length = batch["length"] + 1
-    _require_regular(batch, windows, length)
+    length, windows = batch["length"] + 1, batch["windows"]
+    _require_regular(batch, length)
     shortest, longest = _shared(length, windows)
     if shortest == longest:
         return None
     between = length if shortest < length < longest else (shortest + longest) // 2
-    lengths = dict.fromkeys((longest, shortest, between))
-    return _GrowingBatch(length, {n: _at(batch, n, windows) for n in lengths})
+    return _GrowingBatch(length, {n: _at(batch, n) for n in dict.fromkeys((longest, shortest, between))})
 
 
 def _shared(length: int, windows: Windows) -> tuple[int, int]:
@@ -52,10 +66,21 @@ def _held(length: int, window: int) -> int:
     return min(length - 1, window - 1) if window else length - 1
 
 
-def _require_regular(batch: Mapping[str, Any], windows: Windows, length: int) -> None:
+def _room(length: int, window: int, tokens: int) -> int:
+    """Tokens in the memory that a layer's last ``tokens`` are part of: a full window has dropped one."""
+    return tokens + 1 if 0 < window < length else tokens
+
+
+def _layout(tensor: torch.Tensor, tokens: int, room: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of so many tokens of a layer."""
+    rows, heads, _, size = tensor.shape
+    return (rows, heads, tokens, size), (heads * room * size, room * size, size, 1)
+
+
+def _require_regular(batch: Mapping[str, Any], length: int) -> None:
     for index, held in enumerate(batch["past"]):
         tokens = {tensor.shape[2] for tensor in held}
-        if tokens != {_held(length, windows[index] if windows else 0)}:
+        if tokens != {_held(length, batch["windows"][index])}:
             raise CaptureError(
                 f"past_key_values: layer {index} holds {sorted(tokens)} tokens where the cache counts {length - 1}"
             )
@@ -64,11 +89,11 @@ def _require_regular(batch: Mapping[str, Any], windows: Windows, length: int) ->
         raise CaptureError(f"{_MASK}: is not one of 2 or 4 dimensions for the {length} tokens, the new one among them")
 
 
-def _at(batch: Mapping[str, Any], length: int, windows: Windows) -> dict[str, Any]:
+def _at(batch: Mapping[str, Any], length: int) -> dict[str, Any]:
     """``batch`` as it is for so many tokens; tensors of the cache are without values."""
     past = tuple(
-        tuple(_of_tokens(tensor, _held(length, windows[index] if windows else 0)) for tensor in held)
-        for index, held in enumerate(batch["past"])
+        tuple(_of_tokens(tensor, length, window) for tensor in held)
+        for held, window in zip(batch["past"], batch["windows"], strict=True)
     )
     at: dict[str, Any] = {**batch, "past": past, "length": length - 1}
     if at.get(_MASK) is not None:
@@ -76,16 +101,16 @@ def _at(batch: Mapping[str, Any], length: int, windows: Windows) -> dict[str, An
     return at
 
 
-def _of_tokens(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
-    rows, heads, _, size = tensor.shape
-    return torch.empty((rows, heads, tokens, size), dtype=tensor.dtype, device="meta")
+def _of_tokens(tensor: torch.Tensor, length: int, window: int) -> torch.Tensor:
+    tokens = _held(length, window)
+    layout = _layout(tensor, tokens, _room(length, window, tokens))
+    return torch.empty_strided(*layout, dtype=tensor.dtype, device="meta")
 
 
 def _mask_of(mask: torch.Tensor, length: int) -> torch.Tensor:
     """A mask for ``length`` tokens that hides some if ``mask`` does: models choose their ops by that."""
     hides = mask.dim() == 2 and bool((mask == 0).any())
-    more = length - mask.shape[-1]
-    made = functional.pad(mask, (more, 0), value=0 if hides else 1) if more >= 0 else mask[..., -length:].clone()
+    made = torch.ones((*mask.shape[:-1], length), dtype=mask.dtype, device=mask.device)
     if hides:
         made[:, 0] = 0
     return made

@@ -15,7 +15,7 @@ from disco_accel.capture.parts import named_parts
 from disco_accel.capture.storages import storage_key
 from disco_accel.errors import BudgetTooSmall, CaptureError
 from disco_accel.integrate.hf.forward_results import cut_result, result_of, take_apart, with_padding
-from disco_accel.integrate.hf.growing_cache import growing_batch
+from disco_accel.integrate.hf.growing_cache import growing_arguments, growing_batch
 from disco_accel.integrate.hf.kv_cache import (
     TracedCache,
     cache_arguments,
@@ -213,17 +213,15 @@ def _cache_in_plan(state: Session, batch: Mapping[str, Any]) -> _CacheInPlan:
             at_home=frozenset(name if name.startswith(ARGUMENT) else _OF_CACHE + name for name in names_at_home(cache)),
         )
     check_cache(cache)
-    past = cache_arguments(cache)
-    grows = tokens == 1 and any(past["past"])
-    if grows:
-        past["past"] = tuple(tuple(tensor.contiguous() for tensor in held) for held in past["past"])
+    grows = tokens == 1 and cache.get_seq_length() > 0
+    past = growing_arguments(cache) if grows else cache_arguments(cache)
     return _CacheInPlan(
         past,
         TracedCache.of,
         lambda made, _: fill(cache, made, tokens),
         lambda captured: room_to_fill(past["past"], leaving_bytes(captured)),
         any(past["past"]),
-        growing=(lambda given: growing_batch(given, past["windows"])) if grows else lambda _: None,
+        growing=growing_batch if grows else lambda _: None,
     )
 
 
