@@ -35,6 +35,26 @@ class _Between:
             return longest
         return longest - (longest - shortest) // (self.longest - self.shortest) * (self.longest - length)
 
+    def graph_at(self, length: int, longest: TaskGraph, shortest: TaskGraph) -> TaskGraph:
+        """The graph at ``length`` of what has these at the two ends."""
+        vertices = tuple(
+            replace(one, sizes=self.at(length, one.sizes, other.sizes))
+            for one, other in zip(longest.vertices, shortest.vertices, strict=True)
+        )
+        ops = {vertex: self._call_at(length, call, shortest.ops[vertex]) for vertex, call in longest.ops.items()}
+        return replace(longest, vertices=vertices, ops=ops)
+
+    def _call_at(self, length: int, one: Any, other: Any) -> Any:
+        """The same of a call, or of a part of one."""
+        if isinstance(one, tuple):
+            return tuple([self._call_at(length, a, b) for a, b in zip(one, other, strict=True)])
+        if isinstance(one, (OpCall, OpResult, TensorArg)):
+            names = [each.name for each in fields(one)]
+            return replace(one, **{n: self._call_at(length, getattr(one, n), getattr(other, n)) for n in names})
+        if isinstance(one, TensorSpec):
+            return self.spec_at(length, one, other)
+        return one if one == other else self.at(length, one, other)
+
     def spec_at(self, length: int, longest: TensorSpec, shortest: TensorSpec) -> TensorSpec:
         """The same of the layout of a tensor."""
         ends = [(spec.shape, spec.stride, spec.offset) for spec in (longest, shortest)]

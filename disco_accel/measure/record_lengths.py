@@ -10,6 +10,9 @@ from disco_accel.graph.lengths import _Between
 from disco_accel.graph.taskgraph import OpCall, TaskGraph
 from disco_accel.measure.record import _ALIGNMENT, Known, OpRecord, record
 
+_SAMPLES = 16
+"""Where a call has temporaries, it is measured at so many lengths more: attention on a GPU divides its work by a rule
+of its own, which does not grow with the length."""
 _AtEnds = tuple[OpRecord, OpRecord]
 """At the longest length, and at the shortest."""
 
@@ -25,15 +28,24 @@ def records_at_ends(
     Raises:
         CaptureError: as ``record``; an op needs its result elsewhere at one of the lengths.
     """
-    only = frozenset(kernels)
-    found = {
-        length: record(graph, device=device, compute_threads=compute_threads, only=only, known=known)
-        for length, graph in graphs.items()
-    }
+
+    def measured(graph: TaskGraph, only: Collection[int]) -> dict[int, OpRecord]:
+        chosen = frozenset(only)
+        return record(graph, device=device, compute_threads=compute_threads, only=chosen, known=known)
+
     between = _Between(max(graphs), min(graphs))
-    calls = graphs[between.longest].ops
-    by_length = {kernel: {length: records[kernel] for length, records in found.items()} for kernel in kernels}
-    return {kernel: _at_ends(records, between, calls[kernel]) for kernel, records in by_length.items()}
+    longest, shortest = graphs[between.longest], graphs[between.shortest]
+    found = {length: measured(graph, kernels) for length, graph in graphs.items()}
+    scratch = {kernel for kernel in kernels if any(records[kernel].scratch_bytes for records in found.values())}
+    if scratch:
+        step = (between.longest - between.shortest) / _SAMPLES
+        lengths = {between.shortest + round(step * sample) for sample in range(1, _SAMPLES)}
+        for length in lengths.difference(found):
+            found[length] = measured(between.graph_at(length, longest, shortest), scratch)
+    by_length = {
+        kernel: {n: records[kernel] for n, records in found.items() if kernel in records} for kernel in kernels
+    }
+    return {kernel: _at_ends(records, between, longest.ops[kernel]) for kernel, records in by_length.items()}
 
 
 def with_records_of(

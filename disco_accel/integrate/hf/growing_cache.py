@@ -17,9 +17,9 @@ _FEWEST = 64
 _MASK = "attention_mask"
 
 
-def growing_arguments(cache: DynamicCache) -> dict[str, Any]:
+def growing_arguments(cache: DynamicCache, batch: Mapping[str, Any]) -> dict[str, Any]:
     """``cache_arguments`` of ``cache``, whose tensors lie as they do behind a token. Those that do not, such as a part
-    of a long prompt, are copied, layer by layer."""
+    of a long prompt, are copied, layer by layer. So is the mask in ``batch``, where it is a part of another."""
     length = int(cache.get_seq_length()) + 1
     layers: list[Any] = cache.layers
     for layer, window in zip(layers, windows_of(cache), strict=True):
@@ -29,30 +29,36 @@ def growing_arguments(cache: DynamicCache) -> dict[str, Any]:
             if tensor.stride() != stride:
                 setattr(layer, name, torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device))
                 getattr(layer, name).copy_(tensor)
-    return cache_arguments(cache)
+    mask = batch.get(_MASK)
+    if not isinstance(mask, torch.Tensor) or mask.stride() == torch.empty(mask.shape, device="meta").stride():
+        return cache_arguments(cache)
+    return cache_arguments(cache) | {_MASK: mask.clone(memory_format=torch.contiguous_format)}
 
 
-def growing_batch(batch: Mapping[str, Any]) -> _GrowingBatch | None:
+def growing_batch(batch: Mapping[str, Any], parts: int) -> _GrowingBatch | None:
     """``batch``, the arguments for one token more and those of ``growing_arguments``, as one of those that share a
-    plan. None: it shares its plan with none.
+    plan. None: it shares its plan with none. ``parts``: of the lengths up to a power of two, with a plan for each.
 
     Raises:
         CaptureError: a layer has another number of tokens than its kind has, or the mask is for another number.
     """
     length, windows = batch["length"] + 1, batch["windows"]
     _require_regular(batch, length)
-    shortest, longest = _shared(length, windows)
+    shortest, longest = _shared(length, windows, parts)
     if shortest == longest:
         return None
     between = length if shortest < length < longest else (shortest + longest) // 2
     return _GrowingBatch(length, {n: _at(batch, n) for n in dict.fromkeys((longest, shortest, between))})
 
 
-def _shared(length: int, windows: Windows) -> tuple[int, int]:
+def _shared(length: int, windows: Windows, parts: int) -> tuple[int, int]:
     """The first and the last of the lengths that share a plan with ``length``: up to a power of two, and on one side of
     each number where a forward does something else: a window fills up, or tensors get a second token."""
     longest = max(_FEWEST, 1 << (length - 1).bit_length())
     shortest = 1 if longest == _FEWEST else longest // 2 + 1
+    size = -(-(longest - shortest + 1) // parts)
+    shortest += (length - shortest) // size * size
+    longest = min(longest, shortest + size - 1)
     for first in {3, *(n for window in windows if window for n in (window, window + 1))}:
         if first <= length:
             shortest = max(shortest, first)
@@ -80,7 +86,7 @@ def _layout(tensor: torch.Tensor, tokens: int, room: int) -> tuple[tuple[int, ..
 def _require_regular(batch: Mapping[str, Any], length: int) -> None:
     for index, held in enumerate(batch["past"]):
         tokens = {tensor.shape[2] for tensor in held}
-        if tokens != {_held(length, batch["windows"][index])}:
+        if held and tokens != {_held(length, batch["windows"][index])}:
             raise CaptureError(
                 f"past_key_values: layer {index} holds {sorted(tokens)} tokens where the cache counts {length - 1}"
             )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.capture.fake_inputs import batch_tensors
@@ -39,7 +39,7 @@ from disco_accel.integrate.hf.static_cache import (
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.step.compile.budget_parts import leaving_bytes
 from disco_accel.step.compile.fitted_batch import FittedBatch
-from disco_accel.step.run.forwards import ForwardRequest, _GrowingBatch, run_forward
+from disco_accel.step.run.forwards import ForwardRequest, run_forward
 from disco_accel.step.state.step_key import state_number
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 _CACHE = "past_key_values"
 _OF_CACHE = "cache "
 """The names of a cache's new tensors begin with it: no path into a result does."""
+_PARTS = 8
+"""Where a plan for all lengths up to a power of two does not fit, it is for one of so many parts of them."""
 _PLANNER = "timed"
 """The one that plans loads of keys and values."""
 Tensors = dict[str, torch.Tensor]
@@ -59,8 +61,8 @@ class _CacheInPlan:
 
     ``arguments``: its contents. ``traced``: takes them out of all arguments of a trace and makes a cache of them, with
     new tensors in ``added``. ``fill``: gives these, and the ``counts`` of the traced one, to the user's cache.
-    ``beside``, ``releases``, ``at_home``: as of ``ForwardRequest``. ``growing``: makes that of ``ForwardRequest``
-    from all arguments.
+    ``beside``, ``releases``, ``at_home``: as of ``ForwardRequest``. ``grows``: it is one of
+    those that share a plan, as ``growing_batch`` says.
     """
 
     arguments: dict[str, Any]
@@ -69,7 +71,7 @@ class _CacheInPlan:
     beside: Callable[[CapturedStep], int] = lambda _: 0
     releases: bool = False
     at_home: frozenset[str] = frozenset()
-    growing: Callable[[Mapping[str, Any]], _GrowingBatch | None] = lambda _: None
+    grows: bool = False
 
 
 def planned_forward(
@@ -148,11 +150,14 @@ def _run(
 def _with_cache_that_fits(
     state: Session, model: torch.nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any]
 ) -> tuple[Tensors, Any, Callable[[Tensors, Any], None]]:
-    """As ``_with_cache``. Keys and values of a static cache without tokens go to host memory if they do not fit."""
+    """As ``_with_cache``. If it does not fit, keys and values of a static cache without tokens go to host memory, and a
+    plan for a cache that grows has memory for fewer tokens more."""
     try:
         return _with_cache(state, model, batch, forward)
     except BudgetTooSmall as error:
         cache, last = batch[_CACHE], error
+        if _grows(cache, tokens_of(batch)):
+            return _with_cache(state, model, batch, forward, _PARTS)
         if not is_static(cache) or state.setup.config.planner != _PLANNER:
             raise
         moves = layers_to_move(cache, _layer_bytes(state, cache, batch), error.needed - error.given)
@@ -172,13 +177,18 @@ def _layer_bytes(state: Session, cache: StaticCache, batch: Mapping[str, Any]) -
     return state.calls.layer_bytes.setdefault((rows, tuple(layer.get_max_length() for layer in cache.layers)), {})
 
 
+def _grows(cache: Any, tokens: int) -> bool:
+    """Whether a forward adds one token to others."""
+    return type(cache) is DynamicCache and tokens == 1 and cache.get_seq_length() > 0
+
+
 def _with_cache(
-    state: Session, model: torch.nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any]
+    state: Session, model: torch.nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any], parts: int = 1
 ) -> tuple[Tensors, Any, Callable[[Tensors, Any], None]]:
     """The old tensors of a cache are the user's alone once this has returned."""
     cache = _cache_in_plan(state, batch)
     given = {name: value for name, value in batch.items() if name != _CACHE} | cache.arguments
-    growing = cache.growing(given)
+    growing = growing_batch(given, parts) if cache.grows else None
     request = ForwardRequest(
         kind="growing forward" if growing else "forward",
         batch=given,
@@ -213,15 +223,15 @@ def _cache_in_plan(state: Session, batch: Mapping[str, Any]) -> _CacheInPlan:
             at_home=frozenset(name if name.startswith(ARGUMENT) else _OF_CACHE + name for name in names_at_home(cache)),
         )
     check_cache(cache)
-    grows = tokens == 1 and cache.get_seq_length() > 0
-    past = growing_arguments(cache) if grows else cache_arguments(cache)
+    grows = _grows(cache, tokens)
+    past = growing_arguments(cache, batch) if grows else cache_arguments(cache)
     return _CacheInPlan(
         past,
         TracedCache.of,
         lambda made, _: fill(cache, made, tokens),
         lambda captured: room_to_fill(past["past"], leaving_bytes(captured)),
         any(past["past"]),
-        growing=growing_batch if grows else lambda _: None,
+        grows=grows,
     )
 
 
