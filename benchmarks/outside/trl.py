@@ -247,6 +247,13 @@ def test_rollouts_with_a_static_cache(tmp_path: Path, config: DiscoConfig | None
 def test_as_on_cuda(
     trainer: str, own_loss: bool, tmp_path: Path, config: DiscoConfig | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the head's positions chosen by the labels, as TRL does where it has Triton. ``own_loss``: from logits."""
+    """With the head's positions chosen by the labels, as TRL does where it has Triton; a plan scores all of them, which
+    rounds otherwise. ``own_loss``: from logits."""
     monkeypatch.setattr(trl.trainer.utils, "_use_triton", lambda device: True)
-    _compare(trainer, {}, tmp_path, config, **({"compute_loss_func": _full_logits_loss} if own_loss else {}))
+    more = {"compute_loss_func": _full_logits_loss} if own_loss else {}
+    expected = _train(trainer, {}, tmp_path / "plain", None, **more)
+    found = _train(trainer, {}, tmp_path / "callback", config, **more)
+    for ours, theirs in zip(found.logged, expected.logged, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    if config is not None:
+        assert found.figures["fallbacks"] == [] and found.figures["steps_eager"] == 0
