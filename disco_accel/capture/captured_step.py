@@ -6,18 +6,16 @@ import enum
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from disco_accel.graph.home_uses import host_devices
+from disco_accel.graph.lengths import _Lengths
 from disco_accel.graph.passes import AppliedPass, GraphPass, applied_pass, run_passes
 from disco_accel.graph.taskgraph import Ref, RngSite, TaskGraph, TensorSpec
 from disco_accel.graph.values import is_foreign
-
-if TYPE_CHECKING:
-    from disco_accel.capture.lengths import _Lengths
 
 
 class InputSource(enum.StrEnum):

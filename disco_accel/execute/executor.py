@@ -7,7 +7,6 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -26,13 +25,13 @@ from disco_accel.execute.engine_options import (
     engine_settings,
     first_device,
 )
+from disco_accel.execute.externals import _EARLY, _LATE, _Externals, externals_of
 from disco_accel.execute.kept_values import KeptValues
 from disco_accel.execute.launch_graphs import launch_graphs_of
 from disco_accel.execute.program import Tables, external_dtypes, lower
 from disco_accel.execute.state_homes import StateHomes, homes_of
 from disco_accel.execute.varying_kernels import _VaryingKernels, _VaryingPlan
 from disco_accel.execute.vertex_names import Describer
-from disco_accel.graph.check import after_gate
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec
 from disco_accel.host_limits import require_left
@@ -54,22 +53,6 @@ _DRAIN_SECONDS = 5.0
 """That a step which has stalled is given to end."""
 _loaded: weakref.WeakSet[Executor] = weakref.WeakSet()
 """Executors whose steps are ended before the interpreter goes down, after which nobody can."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Externals:
-    """Vertices whose memory is bound together, each with its storage in the engine: inputs, and transfers to the user's
-    memory."""
-
-    storage: Mapping[int, int]
-
-    @property
-    def vertices(self) -> list[int]:
-        return list(self.storage)
-
-    @property
-    def storages(self) -> list[int]:
-        return list(self.storage.values())
 
 
 def _engine_of(
@@ -160,15 +143,11 @@ class Executor:
         self._planned = tables.planned
         self._states = StateHomes(tables.states, homes, self._memory.devices, self._describer, cyclic=memgraph.cyclic)
         self._kept = KeptValues(memgraph, self._memory, self._states)
-        late = after_gate(memgraph.vertices, (*memgraph.data_edges, *memgraph.memory_edges))
-        self._early = _Externals({k: s for k, s in tables.externals.items() if k not in late})
-        self._late = _Externals({k: s for k, s in tables.externals.items() if k in late})
+        self._externals = externals_of(tables.externals, memgraph)
         with backend.current():
             self._engine = _engine_of(table, tables, self._memory, memgraph, places, settings, links)
         self._expect_externals(tables.externals, external_dtypes(memgraph, ops), specs or {})
-        self._varying = None
-        if varying is not None:
-            self._varying = _VaryingKernels(varying, table, self._engine, tables.externals)
+        self._varying = _VaryingKernels(varying, table, self._engine, tables.externals) if varying else None
         self._running = False
         self._gate_open = False
         _loaded.add(self)
@@ -208,7 +187,7 @@ class Executor:
     def release_inputs(self, vertices: Collection[int]) -> None:
         """Once ``wait_out`` or ``run_out`` has returned: nothing that is still to run reads these external inputs."""
         self._require_running()
-        self._engine.release([self._early.storage[vertex] for vertex in vertices])
+        self._engine.release([self._externals[_EARLY].storage[vertex] for vertex in vertices])
 
     def deliver(self, late: Mapping[int, torch.Tensor]) -> None:
         """Opens the gate: the late inputs have arrived, and the memory that transfers behind them write to. The tensors
@@ -368,8 +347,8 @@ class Executor:
     def _prepare(self, externals: Mapping[int, torch.Tensor]) -> None:
         self._require_idle()
         self._states.before_step()
-        self._bind(self._early, externals)
-        self._running, self._gate_open = True, not self._late.vertices
+        self._bind(self._externals[_EARLY], externals)
+        self._running, self._gate_open = True, not self._externals[_LATE].vertices
 
     def _finish(self, whole: bool = True) -> None:
         self._running = False
@@ -406,7 +385,7 @@ class Executor:
         self._require_running()
         if self._gate_open:
             raise ExecutionError("the late inputs of this step were delivered already, or the plan has none")
-        self._bind(self._late, late)
+        self._bind(self._externals[_LATE], late)
         self._gate_open = True
 
     def _wait(self, poll: Callable[[float], int], first: Callable[[float], int] | None = None) -> None:

@@ -10,8 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from disco_accel.graph.taskgraph import OpCall, OpResult, RngSite, TaskGraph, TensorArg, TensorSpec
+from disco_accel.errors import CaptureError
+from disco_accel.graph.taskgraph import OpCall, OpResult, RngSite, TaskGraph, TensorArg, TensorSpec, VertexKind
 from disco_accel.graph.value_numbering import value_numbers
+
+STATIC = 'pass cache_implementation="static" to generate'
+"""A remedy that messages name."""
 
 
 class _NotAffine(Exception):
@@ -136,3 +140,46 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (OpCall, TensorSpec)) or hasattr(value, "__dataclass_fields__"):
         return tuple([_plain(getattr(value, each.name)) for each in fields(value)])
     return value
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """The part of a captured forward that depends on a length.
+
+    ``graphs``: the forward by length. ``calls``: by kernel of these. ``inputs``: layouts at the longest and at the
+    shortest length of tensors of the batch, by name; ``vertices``: their INPUTs.
+    """
+
+    between: _Between
+    graphs: Mapping[int, TaskGraph]
+    calls: Mapping[int, _VaryingCall]
+    inputs: Mapping[str, tuple[TensorSpec, TensorSpec]]
+    vertices: frozenset[int]
+
+    def found_in(self, graph: TaskGraph) -> dict[int, int]:
+        """Kernel of ``graph``, which passes have made of that at the longest → the kernel of ``calls`` that it is, or
+        repeats.
+
+        Raises:
+            CaptureError: a pass has cut, joined or dropped one of them: what it made may depend on the length.
+        """
+        known = {id(call.longest): kernel for kernel, call in self.calls.items()}
+        found = {kernel: known[id(call)] for kernel, call in graph.ops.items() if id(call) in known}
+        first = self.graphs[self.between.longest]
+        as_captured = {id(call) for call in first.ops.values()}
+        varying = found.keys() | self.vertices
+        changed = [v for v in graph.vertices if v.id in graph.ops and id(graph.ops[v.id]) not in as_captured]
+        reads_them = any(producer in varying for vertex in changed for producer, _ in vertex.inputs)
+        # A plan leaves out kernels that compute what others have.
+        numbers = value_numbers(first)
+        missing = {numbers[kernel] for kernel in known.values()} - {numbers[kernel] for kernel in found.values()}
+        if missing or reads_them:
+            raise CaptureError(
+                "past_key_values: kernels that depend on the length of a cache that grows would be cut or joined; set "
+                f"chunks: 1, or {STATIC}"
+            )
+        copies = (vertex for vertex in graph.vertices if vertex.kind is VertexKind.COPY)
+        if any(producer in self.vertices for vertex in copies for producer, _ in vertex.inputs):
+            # It would have as many bytes at each length.
+            raise CaptureError(f"past_key_values: a cache that grows would be copied to another device; {STATIC}")
+        return found

@@ -52,8 +52,8 @@ def growing_batch(batch: Mapping[str, Any], parts: int) -> _GrowingBatch | None:
 
 
 def _shared(length: int, windows: Windows, parts: int) -> tuple[int, int]:
-    """The first and the last of the lengths that share a plan with ``length``: up to a power of two, and on one side of
-    each number where a forward does something else: a window fills up, or tensors get a second token."""
+    """The first and the last of the lengths that share a plan with ``length``. They are those up to a power of two. A
+    forward does something else where a window fills up, or tensors get a second token: such lengths begin anew."""
     longest = max(_FEWEST, 1 << (length - 1).bit_length())
     shortest = 1 if longest == _FEWEST else longest // 2 + 1
     size = -(-(longest - shortest + 1) // parts)

@@ -12,8 +12,8 @@ import torch
 
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.capture.fake_inputs import batch_tensors
-from disco_accel.capture.lengths import lengths_of
 from disco_accel.capture.parts import named_parts
+from disco_accel.capture.several_lengths import lengths_of
 from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.capture.traced_modules import Forward
 from disco_accel.decompose.cache_at_home import with_cache_at_home
@@ -21,12 +21,14 @@ from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.engine_options import makes_graphs
 from disco_accel.execute.executor import EngineOptions
+from disco_accel.graph.lengths import _Lengths
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.spaces import BETWEEN_DEVICES, NAME_OF, TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.traits import FOREIGN, Traits
 from disco_accel.measure.costs import Measured
 from disco_accel.measure.fused_kernels import fusing_on
+from disco_accel.measure.record import OpRecord
 from disco_accel.measure.record_lengths import records_at_ends
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.plan import Machine
@@ -45,7 +47,7 @@ from disco_accel.step.compile.compiled_step import CompiledStep, host_bytes, sha
 from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings, at_boundary, with_fused_kernels
 from disco_accel.step.compile.planned_step import choice_of_rows, plan_in_chunks
-from disco_accel.step.compile.stages import Chunks, PlanRequest, Sharing, whole_step
+from disco_accel.step.compile.stages import Chunks, PlanRequest, Sharing, StagedStep, whole_step
 from disco_accel.step.placement.shard_memory import ShardMemory, packed_bytes
 from disco_accel.version import __version__
 
@@ -207,11 +209,7 @@ def _compile(
     """The rest of ``compile_step``; ``outputs``: bytes outside the arena for outputs that leave it."""
     seconds = {"capture": time.perf_counter() - began}
     engine, device = options.engine, run_device(options.engine.device)
-    source = Measured(engine.device, engine.compute_threads, engine.compute_streams)
-    ends = {}
-    if (lengths := whole.captured.lengths) is not None:
-        ends = records_at_ends(lengths.graphs, lengths.calls, engine.device, engine.compute_threads, source.known)
-        source = replace(source, varying=[(lengths.calls[n].longest, record) for n, (record, _) in ends.items()])
+    source, at_shortest = _source(engine, whole.captured.lengths)
     trainable = [p for p in model.parameters() if p.requires_grad]
     # The host's optimizer has them, their gradients and its state there.
     on_device = [] if options.trained.host_has_it else trainable
@@ -224,12 +222,7 @@ def _compile(
     # Attempts are compared without fused kernels, each with its own boundary: those of the one that is taken follow.
     plain = replace(settings, fusing=None, boundary={})
     asked = PlanRequest(sharing, source, budget, plain, options.chunks, device, say=options.say)
-    try:
-        made = plan_in_chunks(whole, asked)
-    except BudgetTooSmall:
-        if not others:
-            raise
-        made = plan_in_chunks(whole, replace(asked, budget=replace(budget, others=0)))
+    made = _planned(whole, asked)
     captured, costs = made.captured, made.costs
     assert costs is not None
     if settings.fusing is not None:
@@ -237,9 +230,9 @@ def _compile(
         settings.fusing.use_compiled(made.planned.graph)
     planned = at_boundary(captured, made.planned, settings)
     planned = with_fused_kernels(captured, planned, settings)
-    if lengths is not None:
+    if captured.lengths is not None:
         # Refuses what passes have made of kernels that depend on the length.
-        lengths.found_in(planned.graph)
+        captured.lengths.found_in(planned.graph)
     _tell(planned, options, asked.machine)
     options.gather(captured.constants.values())
     given, packed = (bytes_on_host(planned.plan), options.rounded), _packed_bytes(model, captured, options)
@@ -261,8 +254,28 @@ def _compile(
         recomputation=planned.recomputation,
         fused=planned.fused,
         rows=choice_of_rows(whole, asked, made),
-        at_shortest={kernel: record for kernel, (_, record) in ends.items()},
+        at_shortest=at_shortest,
     )
+
+
+def _planned(whole: StepOnParts, asked: PlanRequest) -> StagedStep:
+    """In memory beside the arenas of other steps, or, where it does not fit, in all."""
+    try:
+        return plan_in_chunks(whole, asked)
+    except BudgetTooSmall:
+        if not asked.budget.others:
+            raise
+        return plan_in_chunks(whole, replace(asked, budget=replace(asked.budget, others=0)))
+
+
+def _source(engine: EngineOptions, lengths: _Lengths | None) -> tuple[Measured, Mapping[int, OpRecord]]:
+    """The costs of kernels on this engine; and records at the shortest length of kernels that depend on one."""
+    source = Measured(engine.device, engine.compute_threads, engine.compute_streams)
+    if lengths is None:
+        return source, {}
+    ends = records_at_ends(lengths.graphs, lengths.calls, engine.device, engine.compute_threads, source.known)
+    varying = [(lengths.calls[kernel].longest, record) for kernel, (record, _) in ends.items()]
+    return replace(source, varying=varying), {kernel: record for kernel, (_, record) in ends.items()}
 
 
 def _tell(planned: PlannedStep, options: CompileOptions, machine: Machine) -> None:

@@ -48,8 +48,8 @@ class _TracedForward:
 
 @dataclass(frozen=True)
 class _GrowingBatch:
-    """A batch of which tensors grow with a ``length`` from forward to forward; one plan is for all lengths between the
-    smallest and the largest of ``at``: the arguments at some lengths, of tensors that have layouts alone."""
+    """A batch with tensors that grow with a ``length`` from forward to forward. ``at``: the arguments by length, whose
+    tensors may lack values. One plan is for all lengths from the smallest of these to the largest."""
 
     length: int
     at: Mapping[int, Mapping[str, Any]]
