@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,7 +49,7 @@ def growing_batch(batch: Mapping[str, Any], parts: int) -> _GrowingBatch | None:
     if shortest == longest:
         return None
     between = length if shortest < length < longest else (shortest + longest) // 2
-    return _GrowingBatch(length, {n: _at(batch, n) for n in dict.fromkeys((longest, shortest, between))})
+    return _GrowingBatch(length, {longest, shortest, between}, functools.partial(_at, batch))
 
 
 def _shared(length: int, windows: Windows, parts: int) -> tuple[int, int]:

@@ -48,16 +48,18 @@ class _TracedForward:
 
 @dataclass(frozen=True)
 class _GrowingBatch:
-    """A batch with tensors that grow with a ``length`` from forward to forward. ``at``: the arguments by length, whose
-    tensors may lack values. One plan is for all lengths from the smallest of these to the largest."""
+    """A batch with tensors that grow with a ``length`` from forward to forward. One plan is for all lengths from the
+    smallest of ``captured`` to the largest: at these it is captured. ``at``: the arguments at a length, with tensors
+    that may lack values."""
 
     length: int
-    at: Mapping[int, Mapping[str, Any]]
+    captured: Collection[int]
+    at: Callable[[int], Mapping[str, Any]]
 
-    @property
+    @functools.cached_property
     def longest(self) -> Mapping[str, Any]:
         """The arguments that the plan has memory for."""
-        return self.at[max(self.at)]
+        return self.at(max(self.captured))
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def _empty(binding: InputBinding, device: torch.device, *, on_host: bool) -> tor
 
 
 def _compiled(state: Session, model: torch.nn.Module, request: ForwardRequest) -> CompiledStep:
-    traced = _TracedForward(request.trace)
+    traced, growing = _TracedForward(request.trace), request.growing
 
     def compiler(options: CompileOptions) -> CompiledStep:
         return compile_forward(
@@ -163,7 +165,7 @@ def _compiled(state: Session, model: torch.nn.Module, request: ForwardRequest) -
             at_home=request.at_home,
             options=with_shards(state, model, options, state.setup.config.parallel),
             beside=request.beside,
-            lengths=None if request.growing is None else request.growing.at,
+            lengths=None if growing is None else {length: growing.at(length) for length in growing.captured},
         )
 
     what = "the reading of" if request.kind == PREFILL else "a forward without gradients on"
