@@ -89,7 +89,8 @@ class Fusing:
         """Load and measure the kernels for ``graph`` that earlier processes have compiled."""
         while runs := self.unknown(graph):
             self._try(partial(load_kernels, runs.values(), self.device))
-            if not self.measure(runs):
+            if not any(record.differs for record in self.measure(runs)):
+                # No kernel has to be tried otherwise.
                 return
 
     def begin(self, runs: Mapping[str, OpCall], say: Callable[[str], None]) -> None:
@@ -111,8 +112,8 @@ class Fusing:
                 self.failed = str(error)
                 logger.warning("steps run without fused kernels: %s (fuse: off says nothing)", error)
 
-    def measure(self, runs: Mapping[str, OpCall]) -> int:
-        """Compare and time the kernels of ``runs`` that are compiled, on the device; returns their number."""
+    def measure(self, runs: Mapping[str, OpCall]) -> list[FusedRecord]:
+        """Compare and time the kernels of ``runs`` that are compiled, on the device; returns their records."""
         known = (call for call in runs.values() if is_compiled(call))
         kernels = [(call, kernel) for call in known if (kernel := kernel_of(call)) is not None]
         found = measure_fused(kernels, self.device, self.compute_threads)
@@ -125,7 +126,7 @@ class Fusing:
         refused = [record.refused for record in found if record.record is None]
         if refused:
             logger.info("%d of %d fused kernels are not used; one: %s", len(refused), len(found), refused[0])
-        return len(kernels)
+        return found
 
     def records(self, graph: TaskGraph) -> dict[int, OpRecord]:
         """The records of the fused kernels of ``graph``."""
