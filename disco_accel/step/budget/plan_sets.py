@@ -72,6 +72,10 @@ class PlanSets:
                 plan_set.measure()
                 self.maker.spread(plan_set, self._grant.most)
             self._begin_fusing(plan_set)
+            # Runs that are being compiled bring a longer search with them.
+            if step.hasty and not plan_set.runs:
+                plan_set.measure()
+                self.maker.ask(plan_set, step.budget.total)
 
     def _begin_fusing(self, plan_set: PlanSet) -> None:
         if plan_set.fusing is not None:

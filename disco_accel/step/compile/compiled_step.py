@@ -75,6 +75,8 @@ class CompiledStep:
     """The part of it that the plan drops; None: the step repeats nothing."""
     fused: Mapping[int, OpRecord] = field(default_factory=dict)
     """Of fused kernels, which ``graph`` has in the place of kernels of ``captured``."""
+    hasty: bool = False
+    """Whether a longer search may find a faster plan with such kernels."""
     rows: _ChoiceOfRows | None = None
     """Of weights, which the host may pick; None: there is nothing to choose."""
     parameters: dict[str, torch.nn.Parameter] | None = None
@@ -86,7 +88,7 @@ class CompiledStep:
         """The same step by another plan, with other ``fields``."""
         own: dict[str, Any] = {"graph": planned.graph, "plan": planned.plan, "budget": planned.budget, "loaded": None}
         own |= {"recomputation": planned.recomputation, "plan_cache": planned.cache_use, "groups": (-1, -1)}
-        own["fused"] = planned.fused
+        own |= {"fused": planned.fused, "hasty": planned.hasty}
         own["seconds"] = {"record": self.seconds["record"], **planned.seconds}
         return replace(self, **(own | fields))
 

@@ -219,8 +219,7 @@ def _compile(
     if settings.fusing is not None:
         # Those of an earlier process are there at once; others are compiled beside the first steps.
         settings.fusing.use_compiled(made.planned.graph)
-    planned = at_boundary(captured, made.planned, settings)
-    planned = with_fused_kernels(captured, planned, settings)
+    planned = with_fused_kernels(captured, at_boundary(captured, made.planned, settings), settings, soon=True)
     _tell(planned, options, asked.machine)
     options.gather(captured.constants.values())
     given, packed = (bytes_on_host(planned.plan), options.rounded), _packed_bytes(model, captured, options)
@@ -241,6 +240,7 @@ def _compile(
         chunked_kernels=0 if made.chunked is None else made.chunked.kernels,
         recomputation=planned.recomputation,
         fused=planned.fused,
+        hasty=planned.hasty,
         rows=choice_of_rows(whole, asked, made),
     )
 
