@@ -137,7 +137,7 @@ class _Beside:
 
     def outcome(self) -> _Outcome:
         """The same, and the arguments that output 0 may be written over, as a draw of each kind shows."""
-        over = _candidates(self.call)
+        over = may_be_written_over(self.call)
         for kind in KINDS:
             for draw in range(self.draws(kind)):
                 if not self.same(kind, draw):
@@ -231,8 +231,9 @@ def _filled(buffers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return buffers
 
 
-def _candidates(call: OpCall) -> tuple[int, ...]:
-    """Arguments that lie as output 0 does, where each element of a result depends on the same element alone."""
+def may_be_written_over(call: OpCall) -> tuple[int, ...]:
+    """Numbers of the arguments that lie as output 0 does, where each element of a result depends on the same element
+    alone."""
     result = call.results[0]
     assert result is not None
     spec = result.spec

@@ -19,6 +19,7 @@ from disco_accel.graph.passes import AppliedPass, GraphPass, arena_of
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.value_numbering import graph_of_plan
 from disco_accel.measure.costs import Costs, GraphCosts
+from disco_accel.measure.estimated_fusing import _EstimatedFusing
 from disco_accel.measure.fused_kernels import Fusing
 from disco_accel.measure.record import OpRecord
 from disco_accel.plan import Machine
@@ -209,10 +210,12 @@ def with_fused_kernels(
     elsewhere: PlanningProcess | None = None,
     *,
     soon: bool = False,
+    estimated: _EstimatedFusing | None = None,
 ) -> PlannedStep:
     """``planned``, which was made of ``step``, or a plan of its graph with fused kernels where that is faster.
-    ``soon``: a step waits for it, and a longer search follows where the plan is ``hasty``."""
-    fusing = settings.fusing
+    ``soon``: a step waits for it, and a longer search follows where the plan is ``hasty``. ``estimated``: kernels in
+    the place of those of ``settings``."""
+    fusing = estimated or settings.fusing
     if fusing is None:
         return planned
     graph = fusing.fused(planned.graph)
