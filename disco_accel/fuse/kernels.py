@@ -88,7 +88,9 @@ def load_kernels(calls: Iterable[OpCall], device: str) -> None:
     ExtensionError."""
     missing, gpu = _missing(calls, device)
     named = {kernel_name(call): call for call in missing}
-    for names in _libraries(gpu) if named else ():
+    for names in _libraries(gpu):
+        if not named:
+            return
         part = _Part(names, {number: named[name] for number, name in enumerate(names) if name in named}, gpu)
         if part.calls and part.library(None).fault() is None:
             with suppress(_NotLoaded):

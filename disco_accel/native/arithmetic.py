@@ -33,7 +33,7 @@ def arithmetic_of(device: torch.device) -> dict[str, str]:
     """All of it for ``device``, in this thread, by name."""
     backend = backend_of(device)
     switches = {name: getattr(torch._C, name)() for name in backend.switches if hasattr(torch._C, name)}
-    keeps_denormals = bool((torch.full((1,), _SMALLEST, dtype=torch.float32) * 1.0).item())
+    keeps_denormals = bool((torch.full((1,), _SMALLEST, dtype=torch.float32, device="cpu") * 1.0).item())
     return {
         **{f"device {name}": fact for name, fact in backend.identity().items()},
         **_of_process(),
