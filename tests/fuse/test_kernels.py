@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from math import prod
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from disco_accel.errors import ExtensionError
 from disco_accel.fuse import kernels
 from disco_accel.fuse.call_json import kernel_text
 from disco_accel.fuse.fused_runs import kind_of
-from disco_accel.fuse.kernels import compile_kernels, kernel_of, load_kernels
+from disco_accel.fuse.kernels import compile_kernels, kernel_of, library_kernel, load_kernels
 from disco_accel.fuse.twins import alone, half_of, twin_of
 from disco_accel.graph.taskgraph import OpCall, TensorArg, TensorSpec
 from disco_accel.measure.fused_bits import RESULTS, measure_fused
@@ -118,6 +119,37 @@ def test_the_next_process_loads_what_is_compiled(monkeypatch: pytest.MonkeyPatch
     assert all(isinstance(kernel_of(call), int) for call in CALLS)
     load_kernels([scaled(5.0)], "cpu")
     assert kernel_of(scaled(5.0)) is None
+
+
+def test_a_kernel_is_found_in_any_library_by_its_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever else was compiled with it; not by an index that is not the library's."""
+    call = scaled(2.0)
+    kernel = kernel_of(call)
+    assert isinstance(kernel, int)
+    origin = library_kernel(kernel)
+    assert origin is not None
+    folder, index = tmp_path / origin.folder.name, tmp_path / origin.folder.name / "fused.names"
+    shutil.copytree(origin.folder, folder)
+    monkeypatch.setattr(kernels, "cache_root", lambda: tmp_path)
+
+    def found() -> bool:
+        monkeypatch.setattr(kernels, "_known", {})
+        load_kernels([call], "cpu")
+        assert len(kernels._known) <= 1
+        return isinstance(kernel_of(call), int)
+
+    names = index.read_text()
+    assert found() and len(names.split()) > 1
+    for wrong in ("", names + names.split()[0] + "\n", "\n".join(reversed(names.split())), "\xff" * 9):
+        index.write_text(wrong)
+        assert not found()
+    index.write_text(names)
+    index.chmod(0o666)
+    assert not found()
+    index.chmod(0o644)
+    assert found()
+    folder.rename(tmp_path / f"{folder.name}0")
+    assert not found()
 
 
 def test_a_compiler_that_fails_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
