@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from disco_accel.fuse.fused_runs import FusedCost, fused_runs, runs_of
+from disco_accel.fuse.fused_runs import FusedCost, runs_of
 from disco_accel.graph.taskgraph import OpCall, TaskGraph, is_fused
 from disco_accel.measure import fused_kernels
 from disco_accel.measure.fused_bits import may_be_written_over
@@ -23,8 +23,8 @@ class _EstimatedFusing:
     def fused(self, graph: TaskGraph) -> TaskGraph:
         """``graph``, whose kernels have seconds, with all runs joined that take less then; or as it is, where they take
         too little of a step."""
-        _, seconds = runs_of(graph)
-        return graph if seconds < fused_kernels.WORTH_SECONDS else fused_runs(graph, self._cost)
+        runs = runs_of(graph)
+        return graph if runs.seconds < fused_kernels.WORTH_SECONDS else runs.joined(self._cost)
 
     def records(self, graph: TaskGraph) -> Mapping[int, OpRecord]:
         """The records of the fused kernels of ``graph``."""
