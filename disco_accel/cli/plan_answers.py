@@ -264,22 +264,22 @@ class _StepAnswers:
     def _with_fused_kernels(
         self, made: StagedStep, asked: PlanRequest, figures: dict[str, Any]
     ) -> tuple[StagedStep, Joined | None]:
-        """``made`` with fused kernels, as a run has it in the end, where that is faster by estimate, and the function
-        that gives a graph such kernels; None where it has none. ``figures`` get those about them."""
+        """``made`` with fused kernels, as a run has it in the end, where that is faster by estimate; and the function
+        that gives a graph such kernels, None where steps have none. ``figures`` get those about them."""
         from disco_accel.measure.estimated_fusing import _EstimatedFusing
         from disco_accel.native.backend import backend_of_kind
         from disco_accel.simulate.simulator import simulate
         from disco_accel.step.compile.pipeline import with_fused_kernels
 
-        planned, apart = made.planned, made.planned
-        fusing = _EstimatedFusing(self.device.speed or backend_of_kind(self.device.kind).speed)
+        figures["fused"] = 0
         # Where kernels are measured, the rate of the memory is not known.
-        if self.step.config.fuse == "auto" and self.device.here is None:
-            planned = with_fused_kernels(made.captured, apart, asked.settings, estimated=fusing)
-        figures["fused"] = len(planned.fused)
-        if not planned.fused:
+        if self.step.config.fuse == "off" or self.device.here is not None:
             return made, None
-        figures["step_seconds_without_fused"] = simulate(apart.plan, asked.machine).makespan
+        fusing = _EstimatedFusing(self.device.speed or backend_of_kind(self.device.kind).speed)
+        planned = with_fused_kernels(made.captured, made.planned, asked.settings, estimated=fusing)
+        if planned.fused:
+            figures["fused"] = len(planned.fused)
+            figures["step_seconds_without_fused"] = simulate(made.planned.plan, asked.machine).makespan
         return replace(made, found=planned), fusing.fused
 
     def _request(self, captured: Outline, total: int, heard: dict[str, Any]) -> PlanRequest:

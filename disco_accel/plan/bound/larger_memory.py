@@ -41,8 +41,9 @@ class _LargerMemory:
     def __init__(
         self, graph: TaskGraph, machine: Machine, whole: TaskGraph, recompute: str, joined: Joined | None
     ) -> None:
-        """``whole``: ``graph`` with the kernels that its plan leaves out. ``recompute``: as in ``decide``. ``joined``:
-        the same graph with fused kernels, as ``graph`` has and ``whole`` has not; None: neither has any."""
+        """``whole``: ``graph`` with the kernels that its plan leaves out. ``recompute``: as in ``decide``. ``joined``
+        gives fused kernels to a graph, which ``graph`` has where they make its step faster, and ``whole`` has not;
+        None: there are none."""
         self._graph, self._machine, self._whole, self._recompute = graph, machine, whole, recompute
         self._joined = joined
 

@@ -250,7 +250,8 @@ class CompiledStep:
     def gains_of_memory(self) -> dict[str, Any]:
         """See there; found when they are asked for."""
         machine = self.settings.machine or Machine()
-        joined = self.settings.fusing.fused if self.fused and self.settings.fusing is not None else None
+        fusing = self.settings.fusing
+        joined = None if fusing is None else fusing.fused
         larger = larger_memory(self.graph, machine, self.captured.graph, self.settings.recompute, joined)
         loads, _ = link_bytes(self.plan)
         return gains_of_memory(larger, self.budget, loads, simulate(self.plan, machine).makespan)
