@@ -94,6 +94,7 @@ def test_steps_have_eagers_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     again = next_process()
     assert same(step(again), expected)
     assert stats(again)["fused"] == 0
+    assert same(step(again), expected)
     wait_for_plans(again)
     assert same(step(again), expected)
     assert stats(again)["fused"] == found["fused"]
