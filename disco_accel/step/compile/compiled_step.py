@@ -76,6 +76,8 @@ class CompiledStep:
     """The part of it that the plan drops; None: the step repeats nothing."""
     fused: Mapping[int, OpRecord] = field(default_factory=dict)
     """Of fused kernels, which ``graph`` has in the place of kernels of ``captured``."""
+    hasty: bool = False
+    """Whether a longer search may find a faster plan with such kernels."""
     rows: _ChoiceOfRows | None = None
     """Of weights, which the host may pick; None: there is nothing to choose."""
     at_shortest: Mapping[int, OpRecord] = field(default_factory=dict)
@@ -89,7 +91,7 @@ class CompiledStep:
         """The same step by another plan, with other ``fields``."""
         own: dict[str, Any] = {"graph": planned.graph, "plan": planned.plan, "budget": planned.budget, "loaded": None}
         own |= {"recomputation": planned.recomputation, "plan_cache": planned.cache_use, "groups": (-1, -1)}
-        own["fused"] = planned.fused
+        own |= {"fused": planned.fused, "hasty": planned.hasty}
         own["seconds"] = {"record": self.seconds["record"], **planned.seconds}
         return replace(self, **(own | fields))
 
@@ -265,7 +267,9 @@ class CompiledStep:
     def gains_of_memory(self) -> dict[str, Any]:
         """See there; found when they are asked for."""
         machine = self.settings.machine or Machine()
-        larger = larger_memory(self.graph, machine, self.captured.graph, self.settings.recompute)
+        fusing = self.settings.fusing
+        joined = None if fusing is None else fusing.fused
+        larger = larger_memory(self.graph, machine, self.captured.graph, self.settings.recompute, joined)
         loads, _ = link_bytes(self.plan)
         return gains_of_memory(larger, self.budget, loads, simulate(self.plan, machine).makespan)
 

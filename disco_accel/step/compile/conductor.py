@@ -191,6 +191,8 @@ def compile_forward(
     else:
         captures = {length: capture(arguments) for length, arguments in lengths.items()}
         captured = replace(captures[max(captures)], lengths=lengths_of(captures))
+        # A fused kernel is compiled for one length.
+        options = replace(options, fuse=False)
     options.captured()
     outputs = sum(leaving_bytes(captured).values()) + beside(captured)
     on_device = {name: tensor for name, tensor in batch_tensors(kwargs).items() if name not in at_home}
@@ -228,8 +230,7 @@ def _compile(
     if settings.fusing is not None:
         # Those of an earlier process are there at once; others are compiled beside the first steps.
         settings.fusing.use_compiled(made.planned.graph)
-    planned = at_boundary(captured, made.planned, settings)
-    planned = with_fused_kernels(captured, planned, settings)
+    planned = with_fused_kernels(captured, at_boundary(captured, made.planned, settings), settings, soon=True)
     if captured.lengths is not None:
         # Refuses what passes have made of kernels that depend on the length.
         captured.lengths.found_in(planned.graph)
@@ -253,6 +254,7 @@ def _compile(
         chunked_kernels=0 if made.chunked is None else made.chunked.kernels,
         recomputation=planned.recomputation,
         fused=planned.fused,
+        hasty=planned.hasty,
         rows=choice_of_rows(whole, asked, made),
         at_shortest=at_shortest,
     )
