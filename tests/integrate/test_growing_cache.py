@@ -234,6 +234,7 @@ def test_a_plan_for_fewer_lengths_is_made_where_one_for_all_does_not_fit() -> No
     lengths = current_step(planned).captured.lengths
     assert lengths is not None and lengths.between.longest < 128
     assert current_step(planned).budget.total <= 600 << 10
+    assert current_step(planned).settings.fusing is None, "a fused kernel is compiled for one length"
 
 
 def test_two_threads_decode_at_lengths_of_their_own() -> None:
