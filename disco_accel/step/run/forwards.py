@@ -120,7 +120,10 @@ def _run(state: Session, model: torch.nn.Module, request: ForwardRequest) -> tup
                 _run_on_current_weights(state, model, step, externals)
             else:
                 step.executor.run_out(externals)
-        if request.releases:
+        if request.releases and request.growing is not None:
+            # The next token has this plan, for which weights are loaded now.
+            step.executor.release_inputs([binding.vertex for binding in step.vertices_of(InputSource.BATCH)])
+        elif request.releases:
             # The run would hold the tensors that it was given until its last copy, and the next has another plan.
             step.executor.abandon()
         state.reports.on_forward(step, request.kind)
