@@ -93,6 +93,7 @@ READS_ENVIRONMENT = {
     "disco_accel.config.machine_devices": "which GPUs a process sees, and where the processes of a run meet",
     "disco_accel.config.hf_environment": "a switch of transformers' loader",
     "disco_accel.native.extension": "the compiler's",
+    "disco_accel.native.arithmetic": "those by which libraries choose their code",
     "disco_accel.fuse.kernels": "the compilers' of kernels, which it starts",
     "disco_accel.store.store_command": "that of the programs that it starts",
     "disco_accel.store.cuda_tier": "whether the first visible GPU is the machine's first",

@@ -66,7 +66,7 @@ _TRL_PARTS = {
     "DPOTrainer": "DPO and not cuda",
     "KTOTrainer": "KTO",
     "GRPOTrainer": "GRPO",
-    "GRPOTrainer, default cache": "rollouts",
+    "GRPOTrainer, static cache": "rollouts",
     "RewardTrainer": "Reward",
     "as on CUDA": "cuda",
 }

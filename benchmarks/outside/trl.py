@@ -162,7 +162,7 @@ TRAINERS = {
         GRPOConfig,
         _prompts,
         _qwen,
-        _ROLLOUTS | {"cache_implementation": "static"},
+        _ROLLOUTS,
         _rewards,
     ),
     "Reward": _Kind(RewardTrainer, RewardConfig, _pairs, _judge, task="SEQ_CLS"),
@@ -235,19 +235,25 @@ def test_training(trainer: str, settings: str, tmp_path: Path, config: DiscoConf
         )
 
 
-def test_rollouts_with_a_cache_that_grows(tmp_path: Path, config: DiscoConfig | None) -> None:
-    """GRPOTrainer's default: the prompt is planned, tokens after the first are not, which is told."""
-    figures = _compare("GRPO", {"cache_implementation": None}, tmp_path, config)
+def test_rollouts_with_a_static_cache(tmp_path: Path, config: DiscoConfig | None) -> None:
+    """As ``test_training``, where GRPOTrainer's default is a cache that grows."""
+    figures = _compare("GRPO", {"cache_implementation": "static"}, tmp_path, config)
     if config is not None:
-        (reason,) = figures["fallbacks"]
-        assert 'pass cache_implementation="static" to generate' in reason
-        assert figures["steps_eager"] == 0 and figures["forwards_planned"] > 0
+        assert figures["fallbacks"] == [] and figures["steps_eager"] == figures["forwards_unplanned"] == 0
+        assert figures["forwards_planned"] > 0
 
 
 @pytest.mark.parametrize(("trainer", "own_loss"), [("SFT", False), ("SFT", True), ("DPO", False)])
 def test_as_on_cuda(
     trainer: str, own_loss: bool, tmp_path: Path, config: DiscoConfig | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the head's positions chosen by the labels, as TRL does where it has Triton. ``own_loss``: from logits."""
+    """With the head's positions chosen by the labels, as TRL does where it has Triton; a plan scores all of them, which
+    rounds otherwise. ``own_loss``: from logits."""
     monkeypatch.setattr(trl.trainer.utils, "_use_triton", lambda device: True)
-    _compare(trainer, {}, tmp_path, config, **({"compute_loss_func": _full_logits_loss} if own_loss else {}))
+    more = {"compute_loss_func": _full_logits_loss} if own_loss else {}
+    expected = _train(trainer, {}, tmp_path / "plain", None, **more)
+    found = _train(trainer, {}, tmp_path / "callback", config, **more)
+    for ours, theirs in zip(found.logged, expected.logged, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    if config is not None:
+        assert found.figures["fallbacks"] == [] and found.figures["steps_eager"] == 0

@@ -1,7 +1,7 @@
 """Tokens a second of ``generate`` with a static cache under a budget, beside eager in memory and streamed weights.
 
     python -m benchmarks.prefill.decoding [--hidden 512 --layers 8 --prompt 32 --tokens 16] [--budgets 0.5] [--rounds 5]
-        [--experts 64] [--capacity 4096 --vocabulary 2048] [--offloaded]
+        [--experts 64] [--capacity 4096 --vocabulary 2048] [--offloaded | --growing]
 
 Random weights of a Llama, or of a Qwen3-MoE with 4 of so many experts for a token, with LoRA; the host device, a
 throttled link, one thread. The engines take turns, and every round starts with another one. ``streamed`` is eager with
@@ -9,8 +9,8 @@ the weights of each module brought over the same link before the module runs, no
 ``cpu_offload`` works on a GPU. Seconds of a token are those of a generation less those of one that ends with its first
 token, divided by the tokens behind it. ``bound``: the seconds that the plan's loads for a token take of the link alone,
 or eager's seconds of a token, if those are more. Budgets are shares of the weights and, with ``--capacity``, of a cache
-for so many tokens; what does not fit of it is in host memory, with ``--offloaded`` all. Tokens and logits have eager's
-bits, or the benchmark fails.
+for so many tokens; what does not fit of it is in host memory, with ``--offloaded`` all. With ``--growing`` the cache is
+``generate``'s default, which grows. Tokens and logits have eager's bits, or the benchmark fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ Result = tuple[torch.Tensor, torch.Tensor]
 """Token ids, (batch, tokens), and logits, (tokens, batch, vocabulary)."""
 
 
-def generated(model: Any, ids: torch.Tensor, tokens: int, capacity: int = 0, *, offloaded: bool = False) -> Result:
+def generated(
+    model: Any, ids: torch.Tensor, tokens: int, capacity: int = 0, *, offloaded: bool = False, growing: bool = False
+) -> Result:
     """Greedy tokens behind ``ids``; no token ends a row. ``capacity``: of the cache, in tokens; 0: as few as do."""
     cache = StaticCache(config=model.config, max_cache_len=capacity, offloading=offloaded) if capacity else None
     made = model.generate(
@@ -45,7 +47,7 @@ def generated(model: Any, ids: torch.Tensor, tokens: int, capacity: int = 0, *, 
         min_new_tokens=tokens,
         do_sample=False,
         use_cache=True,
-        cache_implementation=None if cache else "static",
+        cache_implementation=None if cache or growing else "static",
         past_key_values=cache,
         return_dict_in_generate=True,
         output_logits=True,
@@ -98,7 +100,7 @@ def measure(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
     weights = sum(p.nbytes for p in eager.parameters())
     cache = _cache_bytes(eager, shape.batch, args.capacity)
     engines: dict[str, Callable[[int], Result]] = {
-        "in memory": lambda tokens: generated(eager, ids, tokens, args.capacity)
+        "in memory": lambda tokens: generated(eager, ids, tokens, args.capacity, growing=args.growing)
     }
     models: dict[str, Any] = {}
     for share in args.budgets:
@@ -110,15 +112,15 @@ def measure(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
         )
         models[f"{share:g}"] = model = prepare(_model(shape, args.experts), config).eval()
         engines[f"{share:g}"] = lambda tokens, model=model: generated(  # type: ignore[misc]
-            model, ids, tokens, args.capacity, offloaded=args.offloaded
+            model, ids, tokens, args.capacity, offloaded=args.offloaded, growing=args.growing
         )
 
     def over_link(tokens: int) -> Result:
         with streamed(eager, args.bandwidth):
-            return generated(eager, ids, tokens, args.capacity)
+            return generated(eager, ids, tokens, args.capacity, growing=args.growing)
 
     engines["streamed"] = over_link
-    wanted = {tokens: generated(eager, ids, tokens, args.capacity) for tokens in (1, args.tokens)}
+    wanted = {tokens: engines["in memory"](tokens) for tokens in (1, args.tokens)}
     for name in models:
         engines[name](args.tokens)
     loads = {name: stats(model)["reload_bytes"] for name, model in models.items()}
@@ -171,11 +173,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a Llama, without experts")
     parser.add_argument("--capacity", type=int, default=0, help="tokens of the cache; 0: as many as there are")
     parser.add_argument("--offloaded", action="store_true", help="all of the cache in host memory")
+    parser.add_argument("--growing", action="store_true", help="generate's default cache; without --capacity")
     parser.add_argument("--tokens", type=int, default=16, help="generated, two or more")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bandwidth", type=float, default=4e8, help="of the link, bytes/s")
     parser.add_argument("--budgets", type=lambda text: [float(x) for x in text.split(",")], default=[0.5])
     args = parser.parse_args(argv)
+    if args.growing and (args.capacity or args.offloaded):
+        parser.error("--growing: such a cache has no capacity, and does not offload itself")
     torch.set_num_threads(1)
     shape = Shape(
         hidden=args.hidden, layers=args.layers, vocabulary=args.vocabulary, batch=args.batch, tokens=args.prompt

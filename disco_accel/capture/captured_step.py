@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from disco_accel.graph.home_uses import host_devices
+from disco_accel.graph.lengths import _Lengths
 from disco_accel.graph.passes import AppliedPass, GraphPass, applied_pass, run_passes
 from disco_accel.graph.taskgraph import Ref, RngSite, TaskGraph, TensorSpec
 from disco_accel.graph.values import is_foreign
@@ -92,7 +93,8 @@ class CapturedStep:
     forwards, with the dtype of eager's sums of their gradients over several such forwards. It is "" where eager adds
     parts of a gradient, as the weight is used several times. ``structure``: the result of a forward alone with places
     for its tensors, as the caller of the capture understands it. ``offered``: kernels that the script does not run; a
-    plan may run them to compute values again.
+    plan may run them to compute values again. ``lengths``: of a forward alone that depends on a length; all else is
+    as at the longest.
     """
 
     graph: TaskGraph
@@ -106,6 +108,7 @@ class CapturedStep:
     kept_casts: Mapping[str, str] = field(default_factory=dict)
     structure: Any = None
     offered: frozenset[int] = frozenset()
+    lengths: _Lengths | None = None
 
     @functools.cached_property
     def at_home(self) -> frozenset[int]:

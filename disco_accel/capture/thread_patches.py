@@ -7,6 +7,7 @@ integrate/hf/safetensors_file.py.
 | what | where | other threads |
 | --- | --- | --- |
 | mask functions of transformers | integrate/hf/tracing.py | get the original: ``patched`` |
+| TRL's question for Triton | integrate/hf/tracing.py | get the original: ``patched`` |
 | checkpoint function of modules | integrate/hf/tracing.py | get the original: ``patched`` |
 | torch's checkpoint function | capture/checkpointing.py | get the original: ``patched`` |
 | ``torch.manual_seed`` and its kin | capture/rng.py | get the original: ``patched``; the generator is never set |

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from disco_accel.config.settings import DiscoConfig
     from disco_accel.measure.costs import Costs, GraphCosts
+    from disco_accel.plan.bound.larger_memory import Joined
     from disco_accel.recipes.outline import Outline
     from disco_accel.simulate.machine import Machine
     from disco_accel.simulate.roofline import Speed
@@ -242,14 +243,14 @@ class _StepAnswers:
             return {**given, **useful, **more, **heard, "refusal": refusal}
         for note in made.planned.notes:
             say(note)
+        made, joined = self._with_fused_kernels(made, asked, more)
         captured = replace(captured, captured=made.captured)
         more |= heard | _host_figures(captured, made, config)
         planned, copies = made.planned, made.captured.copies
         budget, name = planned.budget.as_dict(), more["estimated_for"]
-        result = forecast(
-            planned.graph, planned.plan, asked.machine, budget, captured.names, name, copies, planned.whole
-        )
-        larger = larger_memory(planned.graph, asked.machine, planned.whole, config.recompute)
+        names, whole = captured.names, planned.whole
+        result = forecast(planned.graph, planned.plan, asked.machine, budget, names, name, copies, whole, joined)
+        larger = larger_memory(planned.graph, asked.machine, whole, config.recompute, joined)
         loads, seconds = result.figures["reload_bytes"], result.figures["step_seconds"]
         more |= gains_of_memory(larger, planned.budget, loads, seconds)
         figures = _as_rates({**result.figures, **more})
@@ -259,6 +260,27 @@ class _StepAnswers:
         if folder is not None:
             write_forecast(folder, replace(result, figures=figures))
         return figures
+
+    def _with_fused_kernels(
+        self, made: StagedStep, asked: PlanRequest, figures: dict[str, Any]
+    ) -> tuple[StagedStep, Joined | None]:
+        """``made`` with fused kernels, as a run has it in the end, where that is faster by estimate; and the function
+        that gives a graph such kernels, None where steps have none. ``figures`` get those about them."""
+        from disco_accel.measure.estimated_fusing import _EstimatedFusing
+        from disco_accel.native.backend import backend_of_kind
+        from disco_accel.simulate.simulator import simulate
+        from disco_accel.step.compile.pipeline import with_fused_kernels
+
+        figures["fused"] = 0
+        # Where kernels are measured, the rate of the memory is not known.
+        if self.step.config.fuse == "off" or self.device.here is not None:
+            return made, None
+        fusing = _EstimatedFusing(self.device.speed or backend_of_kind(self.device.kind).speed)
+        planned = with_fused_kernels(made.captured, made.planned, asked.settings, estimated=fusing)
+        if planned.fused:
+            figures["fused"] = len(planned.fused)
+            figures["step_seconds_without_fused"] = simulate(made.planned.plan, asked.machine).makespan
+        return replace(made, found=planned), fusing.fused
 
     def _request(self, captured: Outline, total: int, heard: dict[str, Any]) -> PlanRequest:
         """``heard`` gets the kernels whose scratch nobody knows."""

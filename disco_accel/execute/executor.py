@@ -7,7 +7,6 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -26,12 +25,13 @@ from disco_accel.execute.engine_options import (
     engine_settings,
     first_device,
 )
+from disco_accel.execute.externals import _EARLY, _LATE, _Externals, externals_of
 from disco_accel.execute.kept_values import KeptValues
 from disco_accel.execute.launch_graphs import launch_graphs_of
 from disco_accel.execute.program import Tables, external_dtypes, lower
 from disco_accel.execute.state_homes import StateHomes, homes_of
+from disco_accel.execute.varying_kernels import _VaryingKernels, _VaryingPlan
 from disco_accel.execute.vertex_names import Describer
-from disco_accel.graph.check import after_gate
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec
 from disco_accel.host_limits import require_left
@@ -53,22 +53,6 @@ _DRAIN_SECONDS = 5.0
 """That a step which has stalled is given to end."""
 _loaded: weakref.WeakSet[Executor] = weakref.WeakSet()
 """Executors whose steps are ended before the interpreter goes down, after which nobody can."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Externals:
-    """Vertices whose memory is bound together, each with its storage in the engine: inputs, and transfers to the user's
-    memory."""
-
-    storage: Mapping[int, int]
-
-    @property
-    def vertices(self) -> list[int]:
-        return list(self.storage)
-
-    @property
-    def storages(self) -> list[int]:
-        return list(self.storage.values())
 
 
 def _engine_of(
@@ -123,6 +107,7 @@ class Executor:
         arena: torch.Tensor | Mapping[int, torch.Tensor] | None = None,
         names: Mapping[int, str] | None = None,
         specs: Mapping[int, TensorSpec] | None = None,
+        varying: _VaryingPlan | None = None,
     ) -> None:
         """``clean``: INPUT id to a 1-d uint8 tensor over its host bytes, kept alive. ``states``: the same over the home
         of each value that steps change. Bytes of host-updated inputs may be written while no step is running: reloads
@@ -131,8 +116,8 @@ class Executor:
         ones where none is given. Executors may share one if one step runs at a time and ``invalidate`` follows
         another's use. On CUDA the caller pins an arena of a host device. ``names`` of INPUT vertices are for messages.
         ``specs`` of external inputs: dtype, shape and strides are checked; without one the dtype is, if all readers
-        agree. Raises ConfigError for a bad option and ExecutionError for a plan that lacks a call, an address or host
-        bytes.
+        agree. ``varying``: what depends on a length, which is the longest at first. Raises ConfigError for a bad option
+        and ExecutionError for a plan that lacks a call, an address or host bytes.
         """
         load_extension()
         count = sum(not device.is_host_device for device in memgraph.devices)
@@ -154,16 +139,15 @@ class Executor:
         self._memory = Memory(arenas, offloaded, dict(clean), homes)
         self._pinned = [backend.pin(memory) for memory in (self._memory.host, *made_here)]
         table = op_table(device)
-        tables = lower(memgraph, ops, records, self._memory, table)
+        tables = lower(memgraph, ops, records, self._memory, table, varying.shortest if varying else {})
         self._planned = tables.planned
         self._states = StateHomes(tables.states, homes, self._memory.devices, self._describer, cyclic=memgraph.cyclic)
         self._kept = KeptValues(memgraph, self._memory, self._states)
-        late = after_gate(memgraph.vertices, (*memgraph.data_edges, *memgraph.memory_edges))
-        self._early = _Externals({k: s for k, s in tables.externals.items() if k not in late})
-        self._late = _Externals({k: s for k, s in tables.externals.items() if k in late})
+        self._externals = externals_of(tables.externals, memgraph)
         with backend.current():
             self._engine = _engine_of(table, tables, self._memory, memgraph, places, settings, links)
         self._expect_externals(tables.externals, external_dtypes(memgraph, ops), specs or {})
+        self._varying = _VaryingKernels(varying, table, self._engine, tables.externals) if varying else None
         self._running = False
         self._gate_open = False
         _loaded.add(self)
@@ -172,6 +156,12 @@ class Executor:
     def running(self) -> bool:
         """Whether a step was begun that has neither ended nor been abandoned."""
         return self._running
+
+    def set_length(self, length: int) -> None:
+        """The next steps run at this length, if the plan is for several. Call between steps."""
+        self._require_idle()
+        assert self._varying is not None, "the plan is for one length"
+        self._varying.set_length(length)
 
     def begin(self, externals: Mapping[int, torch.Tensor]) -> None:
         """Starts a step and returns at once. ``externals``: every external INPUT that is not late, kept until the end,
@@ -197,7 +187,7 @@ class Executor:
     def release_inputs(self, vertices: Collection[int]) -> None:
         """Once ``wait_out`` or ``run_out`` has returned: nothing that is still to run reads these external inputs."""
         self._require_running()
-        self._engine.release([self._early.storage[vertex] for vertex in vertices])
+        self._engine.release([self._externals[_EARLY].storage[vertex] for vertex in vertices])
 
     def deliver(self, late: Mapping[int, torch.Tensor]) -> None:
         """Opens the gate: the late inputs have arrived, and the memory that transfers behind them write to. The tensors
@@ -357,8 +347,8 @@ class Executor:
     def _prepare(self, externals: Mapping[int, torch.Tensor]) -> None:
         self._require_idle()
         self._states.before_step()
-        self._bind(self._early, externals)
-        self._running, self._gate_open = True, not self._late.vertices
+        self._bind(self._externals[_EARLY], externals)
+        self._running, self._gate_open = True, not self._externals[_LATE].vertices
 
     def _finish(self, whole: bool = True) -> None:
         self._running = False
@@ -395,7 +385,7 @@ class Executor:
         self._require_running()
         if self._gate_open:
             raise ExecutionError("the late inputs of this step were delivered already, or the plan has none")
-        self._bind(self._late, late)
+        self._bind(self._externals[_LATE], late)
         self._gate_open = True
 
     def _wait(self, poll: Callable[[float], int], first: Callable[[float], int] | None = None) -> None:

@@ -10,6 +10,7 @@ import torch
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.addresses import Addresses, Memory
 from disco_accel.execute.planned_states import PlannedStates, planned_states
+from disco_accel.execute.varying_kernels import _EncodedCall
 from disco_accel.graph.carried_values import taskgraph_of
 from disco_accel.graph.check import after_gate
 from disco_accel.graph.copies import is_resident_range, is_transfer, ranged_values, swaps_out
@@ -36,6 +37,7 @@ from disco_accel.native.engine_numbers import (
     VertexFlag,
 )
 from disco_accel.native.op_encoding import (
+    Encoded,
     dispatcher_overload,
     encode_args,
     encode_fused_call,
@@ -148,11 +150,16 @@ class _Storages:
 
 
 def lower(
-    graph: MemGraph, calls: Mapping[int, OpCall], records: Mapping[int, OpRecord], memory: Memory, ops: OpTable
+    graph: MemGraph,
+    calls: Mapping[int, OpCall],
+    records: Mapping[int, OpRecord],
+    memory: Memory,
+    ops: OpTable,
+    shortest: Mapping[int, tuple[OpCall, OpRecord]],
 ) -> Tables:
-    """Fill the op table ``ops`` for ``graph`` and return the tables. Raises ExecutionError naming the vertex whose
-    memory or call is missing."""
-    return _Lowering(graph, calls, records, memory, ops).run()
+    """Fill the op table ``ops`` for ``graph`` and return the tables. ``shortest``: of kernels that depend on a length,
+    at the shortest. Raises ExecutionError naming the vertex whose memory or call is missing."""
+    return _Lowering(graph, calls, records, memory, ops, shortest).run()
 
 
 class _Lowering:
@@ -165,8 +172,10 @@ class _Lowering:
         records: Mapping[int, OpRecord],
         memory: Memory,
         ops: OpTable,
+        shortest: Mapping[int, tuple[OpCall, OpRecord]],
     ) -> None:
         self._graph, self._calls, self._records, self._ops = graph, calls, records, ops
+        self._shortest = shortest
         self._addresses = Addresses(graph.slots, {v.id: v for v in graph.vertices}, memory)
         self._storages = _Storages(graph, ops, self._addresses)
         self._positions = {v.id: i for i, v in enumerate(graph.vertices)}
@@ -309,23 +318,26 @@ class _Lowering:
             raise ExecutionError(f"kernel {vertex.id} ({vertex.op}) has no {'call' if call is None else 'record'}")
         self._storages.put(vertex)
         self._check_overwrites(vertex)
-        try:
-            op = self._add_call(vertex, call, record)
-            if call.rng is not None:
-                self._ops.set_rng(op, call.rng.slot, call.rng.replay)
-        except (ValueError, RuntimeError) as error:
-            raise ExecutionError(f"vertex {vertex.id}: {error}") from error
         addresses = []
         scratch = (vertex.id, len(vertex.sizes) - 1)
         for allocation in record.allocations:
             base = scratch if allocation.output is None else (vertex.id, allocation.output)
             addresses.append(self._addresses.of(base, allocation.nbytes, allocation.offset))
-        self._ops.set_schedule(op, addresses, [a.nbytes for a in record.allocations])
+        loose = (0, 0)
         if record.loose_bytes:
             begin = record.scratch_bytes - record.loose_bytes
-            self._ops.set_loose(op, self._addresses.of(scratch, record.loose_bytes, begin), record.loose_bytes)
+            loose = self._addresses.of(scratch, record.loose_bytes, begin), record.loose_bytes
         self._planned += len(addresses)
-        return int(op)
+        try:
+            encoded = self._encoded(vertex, call, record)
+            op = encoded.add(self._ops, label(call), addresses, loose)
+            if call.rng is not None:
+                self._ops.set_rng(op, call.rng.slot, call.rng.replay)
+            if vertex.id in self._shortest:
+                encoded.set_varying(self._ops, op, self._encoded(vertex, *self._shortest[vertex.id]))
+        except (ValueError, RuntimeError) as error:
+            raise ExecutionError(f"vertex {vertex.id}: {error}") from error
+        return op
 
     def _check_overwrites(self, vertex: Vertex) -> None:
         """An op in place writes to the memory that it reads; the plan's address of its output must be that."""
@@ -340,32 +352,30 @@ class _Lowering:
                     "another address for it"
                 )
 
-    def _add_call(self, vertex: Vertex, call: OpCall, record: OpRecord) -> int:
+    def _encoded(self, vertex: Vertex, call: OpCall, record: OpRecord) -> _EncodedCall:
         def storage_of(position: int) -> int:
             return self._storages.read(vertex, position)
 
+        sizes = tuple(allocation.nbytes for allocation in record.allocations)
         if record.native_out:
             outputs = {r.output: self._storages.written(vertex, r.output) for r in call.results if r is not None}
             if is_fused(call):
                 args = encode_fused_call(call, record.kernel, storage_of, outputs)
-                return int(self._ops.add_op(call.name, "", args, label(call)))
+                return _EncodedCall(call.name, "", args, (), sizes)
             native = encode_out_call(call, storage_of, outputs)
             if native is None:
                 raise ExecutionError(f"{label(call)} was recorded with an out overload that this PyTorch lacks")
-            return int(self._ops.add_op(call.name, dispatcher_overload(native[0]), native[1], label(call)))
-        op = int(
-            self._ops.add_op(call.name, dispatcher_overload(call.overload), encode_args(call, storage_of), label(call))
-        )
+            return _EncodedCall(call.name, dispatcher_overload(native[0]), native[1], (), sizes)
+        results: list[tuple[int, Encoded]] = []
         placed = {a.output for a in record.allocations} | {output for output, _ in vertex.inplace}
         for result in call.results:
             if result is None or result.output in record.elsewhere:
-                self._ops.expect_result(op, ResultMode.IGNORED.value, ())
+                results.append((ResultMode.IGNORED.value, ()))
                 continue
             mode = ResultMode.PLACED if result.output in placed else ResultMode.COPIED
-            self._ops.expect_result(
-                op, mode.value, encode_spec(self._storages.written(vertex, result.output), result.spec)
-            )
-        return op
+            results.append((mode.value, encode_spec(self._storages.written(vertex, result.output), result.spec)))
+        overload = dispatcher_overload(call.overload)
+        return _EncodedCall(call.name, overload, encode_args(call, storage_of), tuple(results), sizes)
 
 
 def external_dtypes(graph: MemGraph, calls: Mapping[int, OpCall]) -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -31,8 +32,14 @@ def call_of(data: dict[str, Any]) -> OpCall:
 
 
 def kernel_text(call: OpCall) -> str:
-    """The name of a call's kernel: one serves all layers. Calls are no names, for 0.0, -0.0, 0 and False are equal."""
+    """The text that a call's kernel is known by: one serves all layers. Calls are none, for 0.0, -0.0, 0 and False are
+    equal."""
     return json.dumps(call_to_object(call), sort_keys=True, separators=(",", ":"))
+
+
+def kernel_name(call: OpCall) -> str:
+    """The sha256 of ``kernel_text``, in hex, for names on disk."""
+    return hashlib.sha256(kernel_text(call).encode()).hexdigest()
 
 
 def _arg(arg: Arg) -> Any:

@@ -210,42 +210,58 @@ Costs = Callable[[OpCall], FusedCost | None]
 """The cost of the kernel of a run; None where there is no such kernel."""
 
 
-def runs_of(graph: TaskGraph, apart: Collection[Kind] = ()) -> tuple[dict[str, OpCall], float]:
-    """A call of each kernel of the runs of ``graph``, by ``kernel_text``, and the seconds of a step in all runs. Calls
-    of the kinds ``apart`` are in none."""
-    known = _Graph(graph, apart)
-    made = [_vertex(known, run)[:2] for run in _Joining(known).run()]
-    return {kernel_text(call): call for _, call in made}, sum(vertex.duration or 0.0 for vertex, _ in made)
+class _Runs:
+    """The runs of ``graph``; calls of the kinds ``apart`` are in none."""
+
+    def __init__(self, graph: TaskGraph, apart: Collection[Kind]) -> None:
+        self.graph, self.apart = graph, frozenset(apart)
+        self._known = _Graph(graph, self.apart)
+        runs = _Joining(self._known).run()
+        self._made = [(run, *_vertex(self._known, run)) for run in runs]
+
+    @property
+    def calls(self) -> dict[str, OpCall]:
+        """A call of each kernel, by ``kernel_text``."""
+        return {kernel_text(call): call for _, _, call, _ in self._made}
+
+    @property
+    def seconds(self) -> float:
+        """Of a step in all runs."""
+        return sum(vertex.duration or 0.0 for _, vertex, _, _ in self._made)
+
+    def joined(self, costs: Costs) -> TaskGraph:
+        """The graph with its runs joined. One stays apart where it has no kernel, or a kernel that takes longer than
+        the run's own."""
+        known, graph = self._known, self.graph
+        vertices: list[tuple[float, Vertex]] = []
+        ops = dict(graph.ops)
+        moved: dict[Ref, Ref] = {}
+        joined_in: dict[int, int] = {}
+        for run, vertex, call, refs in self._made:
+            cost = costs(call)
+            if cost is None or cost[0] >= (vertex.duration or math.inf):
+                continue
+            over = tuple(sorted(arg.input for arg in map(call.args.__getitem__, cost[1]) if isinstance(arg, TensorArg)))
+            for member in run.members:
+                del ops[member]
+            joined_in.update(dict.fromkeys(run.members, vertex.id))
+            ops[vertex.id] = call
+            moved.update(refs)
+            vertices.append((run.place, replace(vertex, duration=cost[0], may_inplace=over)))
+        vertices += [(known.place[v.id], v) for v in graph.vertices if v.id not in joined_in]
+        vertices.sort(key=lambda pair: pair[0])
+        ordered = tuple(_moved(vertex, moved, joined_in) for _, vertex in vertices)
+        return replace(graph, vertices=ordered, ops=ops)
+
+
+def runs_of(graph: TaskGraph, apart: Collection[Kind] = ()) -> _Runs:
+    """The runs of ``graph``. Calls of the kinds ``apart`` are in none."""
+    return _Runs(graph, apart)
 
 
 def fused_runs(graph: TaskGraph, costs: Costs, apart: Collection[Kind] = ()) -> TaskGraph:
-    """Return ``graph`` with its runs joined, as ``runs_of`` has them. One stays apart where it has no kernel, or a
-    kernel that takes longer than the run's own."""
-    known = _Graph(graph, apart)
-    runs = _Joining(known).run()
-    vertices: list[tuple[float, Vertex]] = []
-    ops = dict(graph.ops)
-    moved: dict[Ref, Ref] = {}
-    inside: set[int] = set()
-    joined_in: dict[int, int] = {}
-    for run in runs:
-        vertex, call, refs = _vertex(known, run)
-        cost = costs(call)
-        if cost is None or cost[0] >= (vertex.duration or math.inf):
-            continue
-        over = tuple(sorted(arg.input for arg in map(call.args.__getitem__, cost[1]) if isinstance(arg, TensorArg)))
-        vertex = replace(vertex, duration=cost[0], may_inplace=over)
-        for member in run.members:
-            del ops[member]
-        inside.update(run.members)
-        joined_in.update(dict.fromkeys(run.members, vertex.id))
-        ops[vertex.id] = call
-        moved.update(refs)
-        vertices.append((run.place, vertex))
-    vertices += [(known.place[v.id], v) for v in graph.vertices if v.id not in inside]
-    vertices.sort(key=lambda pair: pair[0])
-    ordered = tuple(_moved(vertex, moved, joined_in) for _, vertex in vertices)
-    return replace(graph, vertices=ordered, ops=ops)
+    """Return ``graph`` with its runs joined, as ``runs_of`` has them."""
+    return runs_of(graph, apart).joined(costs)
 
 
 def _moved(vertex: Vertex, moved: Mapping[Ref, Ref], joined_in: Mapping[int, int]) -> Vertex:

@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,16 @@ from typing import Any
 import torch
 
 from disco_accel.errors import ExtensionError
-from disco_accel.fuse.call_json import call_to_object, kernel_text
+from disco_accel.fuse.call_json import call_to_object, kernel_name, kernel_text
 from disco_accel.fuse.host_library import ANSWER, symbol_of
 from disco_accel.fuse.twins import twin_of
+from disco_accel.graph.files import write_atomically
 from disco_accel.graph.taskgraph import OpCall
+from disco_accel.native.arithmetic import processor
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.native.cuda_headers import TOOLKITS
 from disco_accel.native.extension import load_extension
-from disco_accel.native.library_file import Library
+from disco_accel.native.library_file import Library, read_own
 from disco_accel.native.plain_library import cache_root, require_building, sources_key
 from disco_accel.threads import start_thread
 
@@ -37,12 +40,19 @@ _TOGETHER = {"host": 8, "gpu": 3}
 """Kernels of one library. The headers of C++ take a second to read, a kernel a tenth; GPU code takes a second a kernel,
 and a machine with a GPU has many cores."""
 _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+_INDEX = "fused.names"
+"""Beside a library, a line for each of its kernels, in their order: ``kernel_name``."""
+_MOST_INDEX = 1 << 16
 CACHED = ("fused-*", *_FOLDERS.values())
 """Names, as patterns, of all that is kept of kernels in ``cache_root()``."""
 _ROOT = Path(__file__).parents[1]
 _PROGRAM = "import sys; sys.path[:0] = sys.argv[1:]; from disco_accel.fuse.compiler import main; main()"
 _known: dict[str, Kernel] = {}
 """The kernels of this process by ``kernel_text``: plans of all models share them."""
+_origins: dict[int, _LibraryKernel] = {}
+"""Where they come from, by handle. No handle is given twice in a process."""
+_loaded: dict[str, tuple[dict[int, Kernel], str]] = {}
+"""Libraries for the host by path: their kernels, and the sha256 of each."""
 _one_at_a_time = threading.Lock()
 
 
@@ -57,12 +67,36 @@ def is_compiled(call: OpCall) -> bool:
     return kernel_of(call) is not None and (twin is None or kernel_of(twin) is not None)
 
 
+@dataclass(frozen=True, slots=True)
+class _LibraryKernel:
+    """Where a kernel comes from: the library in ``folder``, whose bytes have the sha256 ``digest``, and its ``number``
+    there. ``name``: as of ``kernel_name``, of the call that it was compiled for."""
+
+    folder: Path
+    digest: str
+    number: int
+    name: str
+
+
+def library_kernel(kernel: int) -> _LibraryKernel | None:
+    """Where the kernel with this handle comes from; None for one that was not loaded here."""
+    return _origins.get(kernel)
+
+
 def load_kernels(calls: Iterable[OpCall], device: str) -> None:
-    """Load the kernels of ``calls``, and of their twins, that earlier processes have compiled. Raises
+    """Load the kernels of ``calls``, and of their twins, that earlier processes have compiled, in any library. Raises
     ExtensionError."""
-    for part in _parts(calls, device):
-        if part.library(None).fault() is None:
-            _known.update(part.kernels(None))
+    missing, gpu = _missing(calls, device)
+    named = {kernel_name(call): call for call in missing}
+    for names in _libraries(gpu):
+        if not named:
+            return
+        part = _Part(names, {number: named[name] for number, name in enumerate(names) if name in named}, gpu)
+        if part.calls and part.library(None).fault() is None:
+            with suppress(_NotLoaded):
+                _known.update(part.kernels(None))
+                for name in names:
+                    named.pop(name, None)
 
 
 def compile_kernels(calls: Iterable[OpCall], device: str, say: Say = lambda _: None) -> None:
@@ -89,6 +123,10 @@ def compile_kernels(calls: Iterable[OpCall], device: str, say: Say = lambda _: N
 
 class _Stopped(ExtensionError):
     """This process ends."""
+
+
+class _NotLoaded(ExtensionError):
+    """A library has to be compiled anew."""
 
 
 class _CompilerProcess:
@@ -139,30 +177,44 @@ class _CompilerProcess:
 
 @dataclass(frozen=True)
 class _Part:
-    """Calls whose kernels are in one library, for ``gpu`` (None: for the host)."""
+    """One library, for ``gpu`` (None: for the host): the ``names`` of its kernels, and the calls of those that are
+    wanted, by number."""
 
-    calls: tuple[OpCall, ...]
+    names: tuple[str, ...]
+    calls: Mapping[int, OpCall]
     gpu: dict[str, Any] | None
 
     def library(self, process: _CompilerProcess | None) -> Library:
-        words = [_versions(), json.dumps(self.gpu, sort_keys=True), *map(kernel_text, self.calls)]
-        key = hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
-        request = {"gpu": self.gpu, "name": "fused", "calls": [call_to_object(call) for call in self.calls]}
-
         def compile_in(folder: Path) -> Path:
-            assert process is not None, "asked for what there is"
-            return process.compile({**request, "folder": str(folder)})
+            if process is None:
+                raise _NotLoaded("nothing is compiled here")
+            calls = [call_to_object(self.calls[number]) for number in range(len(self.names))]
+            return process.compile({"gpu": self.gpu, "name": "fused", "calls": calls, "folder": str(folder)})
 
-        directory = cache_root() / f"fused-torch{torch.__version__}-{key}"
+        directory = cache_root() / f"{_prefix(self.gpu)}{_key(self.names)}"
         return Library(directory, "fused", compile_in, require_building)
 
     def kernels(self, process: _CompilerProcess | None) -> dict[str, Kernel]:
         """From its library, which is compiled first where it is missing. Raises ExtensionError."""
+        library = self.library(process)
         try:
-            found = self.library(process).load(_host_kernels if self.gpu is None else _cuda_kernels)
+            found, digest = library.load(self._load)
         except RuntimeError as error:
             raise ExtensionError(f"fused kernels cannot be loaded: {str(error).splitlines()[0]}") from error
-        return {kernel_text(call): found[number] for number, call in enumerate(self.calls)}
+        for number, kernel in found.items():
+            if isinstance(kernel, int):
+                _origins[kernel] = _LibraryKernel(library.directory, digest, number, self.names[number])
+        if process is not None:
+            _write_index(library.directory, self.names)
+        return {kernel_text(call): found[number] for number, call in self.calls.items()}
+
+    def _load(self, path: str) -> tuple[dict[int, Kernel], str]:
+        """The kernels by number, and the sha256 of the library. Raises OSError."""
+        try:
+            found, digest = _host_library(path) if self.gpu is None else _cuda_kernels(path, self.calls.keys())
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise OSError(f"it has no kernels: {error}") from error
+        return {number: found.get(number, "its library has no such kernel") for number in self.calls}, digest
 
 
 class _Shared:
@@ -193,14 +245,60 @@ class _Shared:
                 self._say(f"compiled {self._done} of {self._all} fused kernels")
 
 
-def _parts(calls: Iterable[OpCall], device: str) -> list[_Part]:
+def _missing(calls: Iterable[OpCall], device: str) -> tuple[list[OpCall], dict[str, Any] | None]:
+    """Those of ``calls``, and of their twins, that have no kernel yet, and the GPU that they are for."""
     load_extension()
     gpu = backend_of(run_device(device)).target()
     wanted = [each for call in calls for each in (call, twin_of(call)) if each is not None]
     named = {kernel_text(call): call for call in wanted}
-    missing = [named[name] for name in sorted(named.keys() - _known.keys())]
+    return [named[name] for name in sorted(named.keys() - _known.keys())], gpu
+
+
+def _parts(calls: Iterable[OpCall], device: str) -> list[_Part]:
+    missing, gpu = _missing(calls, device)
     count = _TOGETHER["host" if gpu is None else "gpu"]
-    return [_Part(tuple(missing[at : at + count]), gpu) for at in range(0, len(missing), count)]
+    together = [missing[at : at + count] for at in range(0, len(missing), count)]
+    return [_Part(tuple(map(kernel_name, part)), dict(enumerate(part)), gpu) for part in together]
+
+
+def _libraries(gpu: dict[str, Any] | None) -> Iterator[tuple[str, ...]]:
+    """Names of the kernels of each library for ``gpu`` that has an index."""
+    prefix = _prefix(gpu)
+    for folder in sorted(cache_root().glob(f"{prefix}*")):
+        try:
+            data = read_own(folder / _INDEX, _MOST_INDEX)
+        except (ExtensionError, OSError):
+            continue
+        names = tuple((data or b"").decode("ascii", "replace").split())
+        # The folder's own name tells whether they are those of the library.
+        if names and folder.name == f"{prefix}{_key(names)}":
+            yield names
+
+
+def _write_index(folder: Path, names: Sequence[str]) -> None:
+    data = "".join(f"{name}\n" for name in names).encode()
+    # Without it the next process compiles the kernels again.
+    with suppress(ExtensionError, OSError):
+        if read_own(folder / _INDEX, _MOST_INDEX) != data:
+            write_atomically(folder / _INDEX, data)
+
+
+def _prefix(gpu: dict[str, Any] | None) -> str:
+    """Of the names of all folders with libraries of this version for ``gpu``."""
+    return f"fused-torch{torch.__version__}-{_key((_versions(gpu), json.dumps(gpu, sort_keys=True)))}-"
+
+
+def _key(words: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+
+
+def _host_library(path: str) -> tuple[dict[int, Kernel], str]:
+    """The kernels of a library of ``host_library.py``, and its sha256. Both are of the file that this process has
+    loaded: under the same name the loader gives no other one. Raises OSError."""
+    if path not in _loaded:
+        digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        _loaded[path] = _host_kernels(path), digest
+    return _loaded[path]
 
 
 def _host_kernels(path: str) -> dict[int, Kernel]:
@@ -215,15 +313,18 @@ def _host_kernels(path: str) -> dict[int, Kernel]:
     return found
 
 
-def _cuda_kernels(path: str) -> dict[int, Kernel]:
-    """The kernels of a file of ``cuda_library.py``. Raises OSError."""
-    answer = json.loads(Path(path).read_bytes())
+def _cuda_kernels(path: str, wanted: Collection[int]) -> tuple[dict[int, Kernel], str]:
+    """The kernels of a file of ``cuda_library.py`` that are ``wanted``, and its sha256. Raises OSError."""
+    data = Path(path).read_bytes()
+    answer = json.loads(data)
     found: dict[int, Kernel] = {int(number): reason for number, reason in answer["refused"].items()}
     for number, kernel in answer["kernels"].items():
+        if int(number) not in wanted:
+            continue
         code = torch.frombuffer(bytearray(base64.b64decode(kernel["code"])), dtype=torch.uint8)
         given = kernel["name"], kernel["launch"], kernel["order"], kernel["numbers"]
         found[int(number)] = int(torch.ops.disco_accel.fused_cuda_kernel(code, *given))
-    return found
+    return found, hashlib.sha256(data).hexdigest()
 
 
 def _libdevice() -> dict[str, str]:
@@ -235,9 +336,10 @@ def _libdevice() -> dict[str, str]:
     return {}
 
 
-def _versions() -> str:
+def _versions(gpu: dict[str, Any] | None) -> str:
     """All else that a kernel depends on."""
     names = ("inductor.py", "host_library.py", "cuda_library.py", "evaluate.py", "value_views.py")
     files = [_ROOT / "fuse" / name for name in names]
     words = (torch.__version__, torch.backends.cpu.get_cpu_capability(), os.environ.get("CXX", ""))
-    return sources_key(_ROOT, files, words)
+    # Compilers use all instructions of the host that they run on.
+    return sources_key(_ROOT, files, (*words, *(processor() if gpu is None else ())))

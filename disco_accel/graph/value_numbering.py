@@ -131,6 +131,11 @@ def _is_packed(dtype: str) -> bool:
     return dtype in _PACKED or dtype.startswith(("float8", "float4"))
 
 
+def value_numbers(graph: TaskGraph) -> dict[int, int]:
+    """Vertex → a number: equal for kernels that compute the same bits."""
+    return _Numbering(graph).run().numbers
+
+
 def clones(graph: TaskGraph) -> tuple[Clone, ...]:
     """Return the kernels of ``graph`` that compute the bits of an earlier one, in their order.
 

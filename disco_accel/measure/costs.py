@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from disco_accel.graph.passes import GraphPass
-from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.taskgraph import OpCall, TaskGraph
 from disco_accel.measure.estimated_scratch import known_scratch
 from disco_accel.measure.record import Known, OpRecord, measurements, record
+from disco_accel.measure.record_lengths import with_records_of
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.native.host_backend import HostBackend
 from disco_accel.simulate.roofline import Speed, estimates
@@ -36,21 +37,27 @@ class GraphCosts:
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Each distinct op is run on ``device``, once for all graphs: these can be compared. ``compute_threads`` and
-    ``streams`` are those of the engine."""
+    ``streams`` are those of the engine. ``varying``: records of calls that depend on a length, for all lengths."""
 
     device: str
     compute_threads: int | None = None
     streams: int = 1
     known: Known = field(default_factory=dict)
+    varying: Sequence[tuple[OpCall, OpRecord]] = ()
 
     def of(self, graph: TaskGraph) -> GraphCosts:
         """The costs of ``graph``, whose kernels have no scratch yet. Raises CaptureError, ExecutionError. Workspaces
         are those of the thread that measured and of each compute stream."""
-        records = record(graph, device=self.device, compute_threads=self.compute_threads, known=self.known)
+        records = self.records(graph)
         backend = backend_of(run_device(self.device))
         workspaces = (1 + self.streams) * backend.workspace_bytes()
         backend.release_memory()
         return GraphCosts((measurements(records),), workspaces, backend.allocates_in_blocks, records)
+
+    def records(self, graph: TaskGraph) -> Mapping[int, OpRecord]:
+        """Those of the kernels of ``graph``."""
+        records = record(graph, device=self.device, compute_threads=self.compute_threads, known=self.known)
+        return with_records_of(self.varying, graph, records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +69,8 @@ class _MeasuredBefore:
 
     def of(self, graph: TaskGraph) -> GraphCosts:
         """The costs of ``graph``, whose kernels have no scratch yet."""
-        source = self.source
-        records = record(graph, device=source.device, compute_threads=source.compute_threads, known=source.known)
-        in_blocks = backend_of(run_device(source.device)).allocates_in_blocks
+        records = self.source.records(graph)
+        in_blocks = backend_of(run_device(self.source.device)).allocates_in_blocks
         return GraphCosts((measurements(records),), self.workspaces, in_blocks, records)
 
 

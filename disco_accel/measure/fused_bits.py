@@ -18,6 +18,7 @@ from disco_accel.fuse.twins import half_of, twin_of
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import OpCall, TensorArg, TensorSpec
 from disco_accel.measure.drawn_values import KINDS, PATTERNS, Pools, fill, fill_patterns
+from disco_accel.measure.kept_outcomes import _KeptOutcomes, _Outcome
 from disco_accel.measure.record import OpRecord, same_bits, threads, view_of_buffer
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.native.engine_class import op_table
@@ -58,16 +59,22 @@ def measure_fused(
 ) -> list[FusedRecord]:
     """The record of each of ``kernels``, with as many ``compute_threads`` as the engine uses. One that fails, for want
     of memory too, is refused, and the others are measured."""
+    if not kernels:
+        return []
     where = run_device(device)
     pools: Pools = {}
     inside = threads(compute_threads), torch.no_grad(), torch.autocast(where.type, enabled=False)
     with inside[0], inside[1], inside[2], backend_of(where).on_default_stream():
-        return [_record(call, kernel, where, pools) for call, kernel in kernels]
+        kept = _KeptOutcomes(where, (RESULTS, _MOST_DRAWS))
+        try:
+            return [_record(call, kernel, where, pools, kept) for call, kernel in kernels]
+        finally:
+            kept.save()
 
 
-def _record(call: OpCall, kernel: Kernel, device: torch.device, pools: Pools) -> FusedRecord:
+def _record(call: OpCall, kernel: Kernel, device: torch.device, pools: Pools, kept: _KeptOutcomes) -> FusedRecord:
     try:
-        found = _measured(call, kernel, device, pools)
+        found = _measured(call, kernel, device, pools, kept)
     except Exception as error:
         first = str(error).strip().splitlines()[:1]
         found = FusedRecord(None, f"{label(call)}: {type(error).__name__}: {''.join(first)}")
@@ -76,7 +83,7 @@ def _record(call: OpCall, kernel: Kernel, device: torch.device, pools: Pools) ->
     return found
 
 
-def _measured(call: OpCall, kernel: Kernel, device: torch.device, pools: Pools) -> FusedRecord:
+def _measured(call: OpCall, kernel: Kernel, device: torch.device, pools: Pools, kept: _KeptOutcomes) -> FusedRecord:
     if isinstance(kernel, str):
         return FusedRecord(None, kernel)
     half, twin = getattr(torch, half_of(call) or "bfloat16"), twin_of(call)
@@ -84,18 +91,23 @@ def _measured(call: OpCall, kernel: Kernel, device: torch.device, pools: Pools) 
         wide = kernel_of(twin)
         if not isinstance(wide, int):
             return FusedRecord(None, f"in float32: {wide or 'no kernel'}")
-        if not _Beside(twin, wide, device, half, pools).has_bits():
+        known = kept.of(wide, twin, half)
+        if known is None:
+            known = _Outcome(_Beside(twin, wide, device, half, pools).has_bits())
+            kept.add(wide, twin, half, known)
+        if not known.bits:
             return FusedRecord(None, f"{label(call)}: other bits than its ops in float32", differs=True)
-    beside = _Beside(call, kernel, device, half, pools)
-    over = _candidates(call)
-    for kind in KINDS:
-        for draw in range(beside.draws(kind)):
-            if not beside.same(kind, draw):
-                return FusedRecord(None, f"{label(call)}: other bits than its ops", differs=True)
-            if draw == 0:
-                over = tuple(position for position in over if beside.same_over(position))
+    known, beside = kept.of(kernel, call, half), None
+    if known is None or known.bits:
+        beside = _Beside(call, kernel, device, half, pools)
+        # What is in memory may still be another kernel than the one that was compared.
+        if known is None or not beside.same("normal", 0):
+            known = beside.outcome()
+            kept.add(kernel, call, half, known)
+    if beside is None or not known.bits:
+        return FusedRecord(None, f"{label(call)}: other bits than its ops", differs=True)
     warm, cold = (beside.seconds(cold=cold) for cold in (False, True))
-    return FusedRecord(OpRecord(True, (), 0, warm, kernel=kernel), over=over, cold_seconds=cold)
+    return FusedRecord(OpRecord(True, (), 0, warm, kernel=kernel), over=known.over, cold_seconds=cold)
 
 
 class _Beside:
@@ -122,6 +134,17 @@ class _Beside:
     def has_bits(self) -> bool:
         """Whether the kernel has the bits of its ops in all draws."""
         return all(self.same(kind, draw) for kind in KINDS for draw in range(self.draws(kind)))
+
+    def outcome(self) -> _Outcome:
+        """The same, and the arguments that output 0 may be written over, as a draw of each kind shows."""
+        over = may_be_written_over(self.call)
+        for kind in KINDS:
+            for draw in range(self.draws(kind)):
+                if not self.same(kind, draw):
+                    return _Outcome(bits=False)
+                if draw == 0:
+                    over = tuple(position for position in over if self.same_over(position))
+        return _Outcome(True, over)
 
     def same(self, kind: str, draw: int) -> bool:
         """Whether the kernel has the bits of its ops on the values of ``draw``."""
@@ -208,8 +231,9 @@ def _filled(buffers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return buffers
 
 
-def _candidates(call: OpCall) -> tuple[int, ...]:
-    """Arguments that lie as output 0 does, where each element of a result depends on the same element alone."""
+def may_be_written_over(call: OpCall) -> tuple[int, ...]:
+    """Numbers of the arguments that lie as output 0 does, where each element of a result depends on the same element
+    alone."""
     result = call.results[0]
     assert result is not None
     spec = result.spec

@@ -13,7 +13,7 @@ from functools import partial
 
 from disco_accel.errors import ExtensionError
 from disco_accel.fuse.call_json import kernel_text
-from disco_accel.fuse.fused_runs import FusedCost, Kind, fused_runs, kind_of, runs_of
+from disco_accel.fuse.fused_runs import FusedCost, Kind, _Runs, kind_of, runs_of
 from disco_accel.fuse.kernels import compile_kernels, is_compiled, kernel_of, load_kernels
 from disco_accel.fuse.twins import alone, functions_of
 from disco_accel.graph.order import working_bytes
@@ -46,9 +46,16 @@ class Fusing:
     """Kinds of calls that were tried alone, and those of which the compiler makes other bits."""
     _asked: set[str] = field(init=False, default_factory=set)
 
+    _last: _Runs | None = field(init=False, default=None)
+    """Of the graph that ``use_compiled`` was asked about, for ``fused``: to find them takes a tenth of a millisecond a
+    kernel."""
+
     def fused(self, graph: TaskGraph) -> TaskGraph:
         """``graph`` with fused kernels, as far as they are known."""
-        return fused_runs(graph, partial(self._cost, cold=self._cold(graph)), self._apart)
+        runs, self._last = self._last, None
+        if runs is None or runs.graph is not graph or runs.apart != self._apart:
+            runs = runs_of(graph, self._apart)
+        return runs.joined(partial(self._cost, cold=self._cold(graph)))
 
     def _cost(self, call: OpCall, *, cold: bool) -> FusedCost | None:
         found = self._records.get(kernel_text(call))
@@ -65,13 +72,14 @@ class Fusing:
         Each kind of function in them is tried alone beside them, and where a kernel was refused for its bits, each kind
         of call in it. One that is refused too is in no further run.
         """
-        if self.failed:
+        return {} if self.failed else self._unknown(runs_of(graph, self._apart))
+
+    def _unknown(self, runs: _Runs) -> dict[str, OpCall]:
+        if runs.seconds < WORTH_SECONDS:
             return {}
-        runs, seconds = runs_of(graph, self._apart)
-        if seconds < WORTH_SECONDS:
-            return {}
-        wanted, kinds = dict(runs), set(self._tried)
-        for name, call in runs.items():
+        calls, kinds = runs.calls, set(self._tried)
+        wanted = dict(calls)
+        for name, call in calls.items():
             known = self._records.get(name)
             suspects = call.body if known is not None and known.differs else functions_of(call)
             for inner in suspects:
@@ -87,9 +95,14 @@ class Fusing:
 
     def use_compiled(self, graph: TaskGraph) -> None:
         """Load and measure the kernels for ``graph`` that earlier processes have compiled."""
-        while runs := self.unknown(graph):
-            self._try(partial(load_kernels, runs.values(), self.device))
-            if not self.measure(runs):
+        while not self.failed:
+            self._last = runs_of(graph, self._apart)
+            unknown = self._unknown(self._last)
+            if not unknown:
+                return
+            self._try(partial(load_kernels, unknown.values(), self.device))
+            if not any(record.differs for record in self.measure(unknown)):
+                # No kernel has to be tried otherwise.
                 return
 
     def begin(self, runs: Mapping[str, OpCall], say: Callable[[str], None]) -> None:
@@ -111,8 +124,8 @@ class Fusing:
                 self.failed = str(error)
                 logger.warning("steps run without fused kernels: %s (fuse: off says nothing)", error)
 
-    def measure(self, runs: Mapping[str, OpCall]) -> int:
-        """Compare and time the kernels of ``runs`` that are compiled, on the device; returns their number."""
+    def measure(self, runs: Mapping[str, OpCall]) -> list[FusedRecord]:
+        """Compare and time the kernels of ``runs`` that are compiled, on the device; returns their records."""
         known = (call for call in runs.values() if is_compiled(call))
         kernels = [(call, kernel) for call in known if (kernel := kernel_of(call)) is not None]
         found = measure_fused(kernels, self.device, self.compute_threads)
@@ -125,7 +138,7 @@ class Fusing:
         refused = [record.refused for record in found if record.record is None]
         if refused:
             logger.info("%d of %d fused kernels are not used; one: %s", len(refused), len(found), refused[0])
-        return len(kernels)
+        return found
 
     def records(self, graph: TaskGraph) -> dict[int, OpRecord]:
         """The records of the fused kernels of ``graph``."""

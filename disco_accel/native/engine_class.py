@@ -46,6 +46,17 @@ class OpTable(Protocol):
     def set_rng(self, op: int, slot: int, replay: bool) -> None:
         """The call draws random numbers: see ``RngSite``."""
 
+    def set_varying(self, op: int, longest: Any, shortest: Any) -> None:
+        """A call that is complete depends on a length. ``longest``, as it is, and ``shortest``: its encoded arguments,
+        an encoded tensor for each result, and the sizes of its allocations."""
+
+    def set_length(self, below: int, span: int) -> None:
+        """Between steps: all calls that depend on the length are at one that is ``below`` the longest from now on; the
+        shortest is ``span`` below it."""
+
+    def resize_external(self, storage: int, nbytes: int) -> None:
+        """Between steps: the tensor that is bound to an external storage has so many bytes from now on."""
+
     def run(self, op: int) -> None:
         """Run a call on this thread."""
 

@@ -30,7 +30,15 @@ logger = logging.getLogger("disco_accel")
 _TORCH = (
     *("direct", "fused", "fused_cuda", "fork_mutex", "planned_alloc", "arena", "write_watch", "content_hash"),
     *("content_key", "watched_tensors", "watch", "python_watch", "rng", "workspace", "wrapped_numbers", "ops"),
-    *("ops_decode", "engine_settings", "program_tables", "compute_thread", "peer_paths", "runtime_class"),
+    *(
+        "ops_decode",
+        "ops_lengths",
+        "engine_settings",
+        "program_tables",
+        "compute_thread",
+        "peer_paths",
+        "runtime_class",
+    ),
 )
 _loaded: set[Path] = set()
 _FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fopenmp", "-fvisibility-inlines-hidden")

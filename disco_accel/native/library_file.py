@@ -102,6 +102,10 @@ class Library:
             return f"is damaged ({size} bytes where {' '.join(recorded[:1]) or 'none'} were written)"
         return None if recorded[1:] == [digest] else "is damaged (another hash than when it was written)"
 
+    def digest(self) -> str:
+        """The sha256 of the library as it is on disk, in hex. Raises ExtensionError."""
+        return _measure(self.path)[1]
+
     def _identity(self) -> tuple[int, int, int]:
         status = self.path.stat()
         return status.st_dev, status.st_ino, status.st_mtime_ns
@@ -162,6 +166,18 @@ def require_own(path: Path, kind: Callable[[int], bool], word: str) -> os.stat_r
             f"remove the {word} and what is in it, or {_ELSEWHERE}"
         )
     return status
+
+
+def read_own(path: Path, most: int) -> bytes | None:
+    """The bytes of a file that nobody but this user can have written, in a folder of which the same holds; None where
+    there is none, or it has more than ``most``. Raises ExtensionError as ``require_own``, and OSError."""
+    if not os.path.lexists(path):
+        return None
+    require_own(path.parent, stat.S_ISDIR, "folder")
+    require_own(path, stat.S_ISREG, "plain file")
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        data = file.read(most + 1)
+        return data if len(data) <= most else None
 
 
 def _measure(path: Path) -> tuple[int, str]:

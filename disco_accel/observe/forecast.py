@@ -22,6 +22,7 @@ from disco_accel.observe.step_facts import step_facts
 from disco_accel.observe.step_folder import _Step, figures_of
 from disco_accel.observe.step_page import write_step_page
 from disco_accel.observe.timeline import _StepEvent, write_chrome_trace
+from disco_accel.plan.bound.larger_memory import Joined
 from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.summary import link_bytes, peak_bytes, staying
 from disco_accel.simulate.simulator import Machine, simulate
@@ -63,19 +64,21 @@ def forecast(
     estimated_for: str,
     copies: Collection[int] = (),
     whole: TaskGraph | None = None,
+    joined: Joined | None = None,
 ) -> _Forecast:
     """Simulate one step of ``plan``, a plan of ``graph``.
 
     ``budget``: the parts of the whole in bytes, with ``total`` and ``arena``. ``names``: INPUT vertex → tensor.
     ``estimated_for``: the device of the kernels' durations and the link, in words. ``copies``: inputs that have the
     bytes of another one, for another device. ``whole``: ``graph`` with the kernels that the planner left out, whose
-    bound no choice of these can beat.
+    bound no choice of these can beat. ``joined``: as of ``larger_memory``.
     """
     run = simulate(plan, machine)
     events = tuple(_events(plan, machine, run.starts))
     clean = [v for v in graph.vertices if host_copy_exists(v) and v.sizes[0]]
     stays = staying(plan)
-    bound = bound_of(without_recomputation(whole or graph), machine)
+    least = without_recomputation(whole or graph)
+    bound = bound_of(least if joined is None else joined(least), machine)
     used, (loaded, saved) = peak_bytes(plan), link_bytes(plan)
     figures = {
         "fits": True,

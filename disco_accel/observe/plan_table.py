@@ -41,10 +41,24 @@ def plan_text(answers: Sequence[Figures]) -> str:
         lines.append(f"Unverified, no document was read: {', '.join(first['unverified'])} of this GPU.")
     if first.get("not_counted"):
         lines.append(f"Estimated {first['not_counted']}.")
+    lines += _about_fused(answers)
     if first["task"] == "full":
         lines.append(_AFTER_FULL)
     lines.append(advice(answers))
     return "\n".join(lines) + "\n"
+
+
+def _about_fused(answers: Sequence[Figures]) -> list[str]:
+    """A line where steps have fused kernels."""
+    fused = [each for each in answers if each.get("fused")]
+    if not fused:
+        return []
+    more = [each["step_seconds_without_fused"] / each["step_seconds"] - 1 for each in fused]
+    between = "" if min(more) == max(more) else f"{min(more):.0%} to "
+    return [
+        f"Seconds are with fused kernels, {fused[0]['fused']} of {fused[0]['kernels']}; with fuse: off a step takes "
+        f"{between}{max(more):.0%} longer."
+    ]
 
 
 def _title(first: Figures, shapes: bool) -> str:

@@ -11,6 +11,7 @@ was written is planned too, unless its kernels or its drafts take longer.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -26,7 +27,7 @@ from disco_accel.plan.recompute_cut import cut_at_price
 from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.select import Planned, planned_with, planning_passes
 from disco_accel.plan.summary import swapped_bytes
-from disco_accel.plan.timed.search import DraftedGraph, drafted
+from disco_accel.plan.timed.search import DraftedGraph, build_timed, drafted
 from disco_accel.plan.timed.smallest_memory import FRUGAL
 from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.sizes import MAX_SIZE, format_size
@@ -67,6 +68,12 @@ _AS_FAST = 1.0001
 _AS_PROMISED = 1.005
 """A plan that takes at most so many times the fastest draft needs no other one beside it."""
 
+_SOON = 0.25
+"""Share of the work for a plan that a step waits for, where drafts have made none."""
+
+_KEEPS_UP = 1.003
+"""A step that takes at most so many times as long as its kernels has little to gain."""
+
 _SETTINGS = replace(
     FRUGAL,
     min_gap_ratios=(None, 2.0),
@@ -95,16 +102,36 @@ def decide(
 
     ``graph_of_plan`` says which graph the plan is one of. A graph without clones is planned as it is. ``planner`` and
     ``policy``: as in ``make_plan``. ``recompute``: ``auto``, or ``as-written``, where only values that are the same in
-    every step, as dequantised weights are, may be kept. ``offered``: clones that the script does not run.
+    every step, as dequantised weights are, may be kept. ``decided`` is the same for a graph that was chosen so before:
+    drafts make plans of it even where nothing is left to choose. ``offered``: clones that the script does not run.
     ``host_memory``: bytes for values that leave the device; where no plan takes so few, the one that takes the fewest
     is returned. Raises BudgetTooSmall if the graph does not fit, without clones neither.
     """
     plan_with = partial(planned_with, planner=planner, policy=policy, cyclic=True, machine=machine)
     found = tuple(clone for clone in clones(graph) if recompute == "auto" or clone.constant)
-    if not found:
+    if not found and recompute != "decided":
         return plan_with(graph, (), work=work)
     room = min(host_memory, graph.host.memory)
     return _Choice(graph, found, offered, plan_with, machine, work, room, planner == "timed").run()
+
+
+@collector_paused()
+def plan_soon(
+    graph: TaskGraph, machine: Machine, work: SearchWork, host_memory: int = MAX_SIZE
+) -> tuple[MemGraph | None, bool]:
+    """Return a plan of ``graph``, with all of its clones, that the timed planner makes of drafts, or else in a part of
+    its work; None where neither has one. The second value: whether the step takes little longer than its kernels."""
+    room, plan_with = min(host_memory, graph.host.memory), partial(planned_with, planner="timed")
+    choice = _Choice(graph, (), (), plan_with, machine, work, room, offers_drafts=True)
+    choice.draft()
+    if choice.best is None:
+        passes, own = planning_passes(), work.shared(_SOON, len(graph.vertices))
+        with suppress(Infeasible):
+            made = build_timed(run_passes(graph, passes), machine, cyclic=True, work=own)
+            choice.keep_if_faster(replace(made, planner="timed"), passes)
+    if choice.best is None:
+        return None, False
+    return choice.best[0], choice.makespan <= _KEEPS_UP * choice.compute(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +223,14 @@ class _Choice:
         self.reserve = _RESERVE
 
     def run(self) -> Planned:
+        self.draft()
+        self._plan_from_scratch()
+        found = self.best or self.too_much
+        assert found is not None, "the graph with all clones has a plan, or a refusal was raised"
+        return found
+
+    def draft(self) -> None:
+        """Judge sets of clones by drafts, and make plans of the best."""
         if not self.work.late():
             self._search()
         self.work.take(self.drafting)
@@ -203,10 +238,6 @@ class _Choice:
         kernels = (vertex for vertex in self.graph.vertices if vertex.kind is VertexKind.KERNEL)
         if self.offers_drafts and len({vertex.space for vertex in kernels}) == 1:
             self._give_offsets()
-        self._plan_from_scratch()
-        found = self.best or self.too_much
-        assert found is not None, "the graph with all clones has a plan, or a refusal was raised"
-        return found
 
     def _search(self) -> None:
         """Judge the graph without all clones, and if that does not keep up, cuts at prices around the best.
@@ -220,6 +251,8 @@ class _Choice:
             drafts = self._drafted(self.found, 0.0)
             if drafts.seconds < float("inf"):
                 self.reserve, self.judged[self.found] = 0.0, drafts
+        if not self.found:
+            return
 
         def judged(halvings: float) -> DraftedGraph:
             return self._judge(self.cut(2.0**-halvings))
@@ -283,7 +316,7 @@ class _Choice:
             return False
         finally:
             self.work.take(own)
-        return self._keep_if_faster(plan, planning_passes(keep_values(chosen)))
+        return self.keep_if_faster(plan, planning_passes(keep_values(chosen)))
 
     def _plan_from_scratch(self) -> None:
         """Plan the fastest drafts' graphs while they promise more than there is. Then plan the graph as it was written,
@@ -301,7 +334,7 @@ class _Choice:
             if not own.over(len(self.graph.vertices)):
                 self._plan(self.cut(2.0**-halvings), own)
         for chosen in dict.fromkeys((self.written, ())):
-            may_gain = self._compute(chosen) < self.makespan and not self._is_slow(chosen)
+            may_gain = self.compute(chosen) < self.makespan and not self._is_slow(chosen)
             if chosen not in self.planned and (self.best is None or may_gain):
                 self._plan(chosen, self._whole_work(finds_needed=self._has_no_plan and not chosen))
 
@@ -335,9 +368,9 @@ class _Choice:
             self.planned.add(chosen)
         # BUILDMEMGRAPH may offload any value.
         if not any(swaps_out(v) and v.inputs[0][0] in constants for v in plan.vertices):
-            self._keep_if_faster(plan, passes)
+            self.keep_if_faster(plan, passes)
 
-    def _keep_if_faster(self, plan: MemGraph, passes: tuple[GraphPass, ...]) -> bool:
+    def keep_if_faster(self, plan: MemGraph, passes: tuple[GraphPass, ...]) -> bool:
         """Whether the host has room for ``plan``; then it is the best so far if it is the fastest, or as fast and swaps
         less."""
         if plan.host.memory > self.host_memory:
@@ -354,7 +387,7 @@ class _Choice:
         """Bytes that the best plan swaps in and out."""
         return _swapped(self.best[0]) if self.best else 0
 
-    def _compute(self, chosen: tuple[Clone, ...]) -> float:
+    def compute(self, chosen: tuple[Clone, ...]) -> float:
         """Seconds that no plan of the graph without ``chosen`` goes below: the busiest device's kernels."""
         busy: dict[int, float] = {}
         for vertex in without(self.graph, chosen).vertices:

@@ -79,6 +79,13 @@ def estimate(vertex: Vertex, call: OpCall, speed: Speed) -> float:
     return speed.kernel + max(arithmetic, moved / speed.memory)
 
 
+def fused_estimate(call: OpCall, speed: Speed) -> float:
+    """Seconds of a fused kernel: it reads each of its inputs once, and writes its results."""
+    reads = dict.fromkeys((arg.input, arg.spec) for arg in tensor_args(call.args))
+    writes = [result.spec for result in call.results if result is not None]
+    return speed.kernel + sum(map(_traffic, [*(spec for _, spec in reads), *writes])) / speed.memory
+
+
 def flops(call: OpCall) -> float:
     """Additions and multiplications of a matrix product or attention; 0 for all else, which memory bounds."""
     return _FLOPS[op_traits(call.name).arithmetic]([arg.spec.shape for arg in tensor_args(call.args)])

@@ -17,7 +17,7 @@ def run(config: DiscoConfig, seen: list[float]) -> list[float]:
     model = prepare(get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")), config)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for prompt in torch.arange(16).reshape(2, 1, 8) + 3:
-        tokens = model.generate(prompt.repeat(4, 1), cache_implementation="static", do_sample=True, max_new_tokens=8)
+        tokens = model.generate(prompt.repeat(4, 1), do_sample=True, max_new_tokens=8)
         if config.enabled:
             set_memory_budget(model, "256KiB")  # a reward model, or another engine's rollouts, may use the device
         rewards = torch.tensor([float(len(set(answer))) for answer in tokens[:, 8:].tolist()])

@@ -168,18 +168,17 @@ void OpTable::check_place(const IValue& value, c10::Device device) {
   }
 }
 
-std::int32_t OpTable::add_op(const std::string& name, const std::string& overload, const IValue& args,
-                             const std::string& label) {
-  const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
-  if (!handle.has_value()) bad_argument(label + ": no op " + name + "." + overload + " in this PyTorch");
+PreparedOp OpTable::prepared(const c10::OperatorHandle& handle, const IValue& args,
+                             const std::string& label) const {
+  const auto& [name, overload] = handle.operator_name();
   const c10::ArrayRef<IValue> encoded = tuple_elements(args);
-  const auto& schema = handle->schema().arguments();
+  const auto& schema = handle.schema().arguments();
   if (encoded.size() != schema.size()) {
     bad_argument(label + ": " + std::to_string(encoded.size()) + " arguments given, the schema has " +
                  std::to_string(schema.size()));
   }
   const Backend& backend = backend_of(place_.side);
-  PreparedOp op{*handle, place_, {}, {}, {}, {}, {}, {}, false, backend.kernels(), label, {}, {}};
+  PreparedOp op{handle, place_, {}, {}, {}, {}, {}, {}, false, backend.kernels(), label, {}, {}, false};
   for (std::size_t i = 0; i < schema.size(); ++i) {
     try {
       op.args.push_back(decode(encoded[i], schema[i].type()));
@@ -196,20 +195,31 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
   if (name == kFusedOp && fused_kernel_is_for(op.args, place_.device.type()))
     op.fused = fused_call(op.args, external, this);
   if (backend.computes_small_ops()) op.direct = direct_call(name, overload, op.args, external, this);
+  return op;
+}
+
+std::int32_t OpTable::add_op(const std::string& name, const std::string& overload, const IValue& args,
+                             const std::string& label) {
+  const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
+  if (!handle.has_value()) bad_argument(label + ": no op " + name + "." + overload + " in this PyTorch");
+  ops_.push_back(prepared(*handle, args, label));
   // Grows this thread's stack once, here: a step must not.
   scratch_stack().reserve(64);
-  ops_.push_back(std::move(op));
   return static_cast<std::int32_t>(ops_.size()) - 1;
 }
 
-void OpTable::expect_result(std::int32_t op, ResultMode mode, const IValue& where) {
+ExpectedResult OpTable::expected(ResultMode mode, const IValue& where, PreparedOp& op) const {
   ExpectedResult expected{mode, {}};
   if (mode != ResultMode::kIgnored) {
     expected.where = decode_tensor(tuple_elements(where));
-    check_place(expected.where, ops_.at(op).place.device);
-    note_externals(expected.where, ops_.at(op).externals);
+    check_place(expected.where, op.place.device);
+    note_externals(expected.where, op.externals);
   }
-  ops_.at(op).results.push_back(std::move(expected));
+  return expected;
+}
+
+void OpTable::expect_result(std::int32_t op, ResultMode mode, const IValue& where) {
+  ops_.at(op).results.push_back(expected(mode, where, ops_.at(op)));
 }
 
 void OpTable::set_schedule(std::int32_t op, std::vector<PlannedBlock> blocks) {
@@ -312,7 +322,7 @@ void OpTable::note_externals(const IValue& value, std::vector<std::int64_t>& ext
 
 bool OpTable::repeats(std::int32_t index) const {
   const PreparedOp& op = ops_.at(static_cast<std::size_t>(index));
-  return op.place.side == Side::kDevice && !op.rng && op.scheduled && op.loose.nbytes == 0;
+  return op.place.side == Side::kDevice && !op.rng && op.scheduled && op.loose.nbytes == 0 && !op.varies;
 }
 
 void OpTable::external_addresses(std::int32_t index, std::vector<std::uint64_t>& words) const {

@@ -60,6 +60,15 @@ struct PreparedOp {
   std::string label;
   std::optional<RngSite> rng;
   std::vector<std::int64_t> externals;  // storages that it uses whose pointers are swapped
+  bool varies = false;                  // see OpTable::set_varying
+  std::vector<PlannedBlock> room;  // of an op that varies: its schedule at first, which others stay within
+};
+
+// An op that depends on a length: see OpTable::set_varying.
+struct VaryingOp {
+  std::size_t op = 0;
+  c10::IValue longest;
+  c10::IValue shortest;
 };
 
 // What one call allocated while recorded, and what it returned. `result_blocks[i]` is the index of the block
@@ -129,6 +138,15 @@ class OpTable {
   // The op draws random numbers: see RngSite.
   void set_rng(std::int32_t op, std::int64_t slot, bool replay);
 
+  // The op depends on a length: `set_length` gives it other arguments. It is complete. `longest`, as it is
+  // now, and `shortest`: its encoded arguments, the place of each result, and the sizes of its allocations.
+  void set_varying(std::int32_t op, c10::IValue longest, c10::IValue shortest);
+  // Between steps: all ops that vary are at a length that is `below` the longest from now on, where the
+  // shortest is `span` below it. Throws std::invalid_argument, and changes nothing then.
+  void set_length(std::int64_t below, std::int64_t span);
+  // Between steps: an external storage has so many bytes from now on.
+  void resize_external(std::int64_t storage, std::size_t nbytes);
+
   // Throws std::invalid_argument naming the storage or op unless every fixed storage and every planned block
   // lies in an arena of its place; `places`: by arena. Storages of the host's side may also lie in a home or
   // in clean memory; no op writes to the latter, as far as its schema tells.
@@ -156,6 +174,10 @@ class OpTable {
   const Backend& backend() const { return backend_; }
 
  private:
+  PreparedOp prepared(const c10::OperatorHandle& handle, const c10::IValue& args,
+                      const std::string& label) const;
+  ExpectedResult expected(ResultMode mode, const c10::IValue& where, PreparedOp& op) const;
+  PreparedOp at_length(const PreparedOp& op, const c10::IValue& encoded) const;
   c10::IValue decode(const c10::IValue& encoded, const c10::TypePtr& type) const;
   c10::IValue decode_list(c10::ArrayRef<c10::IValue> encoded, const c10::TypePtr& element) const;
   at::Tensor decode_tensor(c10::ArrayRef<c10::IValue> encoded) const;
@@ -178,6 +200,7 @@ class OpTable {
   std::vector<bool> external_;
   std::vector<std::int64_t> externals_;
   std::vector<PreparedOp> ops_;
+  std::vector<VaryingOp> varying_;
   // Ops that see a storage in the same way share the tensor: a step then touches less memory.
   mutable std::map<std::vector<std::int64_t>, at::Tensor> tensors_;
   std::unique_ptr<RngSlots> rng_;

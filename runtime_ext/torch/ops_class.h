@@ -54,6 +54,13 @@ struct TorchOps : torch::CustomClassHolder {
     table.set_loose(checked(op), {reinterpret_cast<void*>(address), byte_count(nbytes)});
   }
   void set_rng(std::int64_t op, std::int64_t slot, bool replay) { table.set_rng(checked(op), slot, replay); }
+  void set_varying(std::int64_t op, const c10::IValue& longest, const c10::IValue& shortest) {
+    table.set_varying(checked(op), longest, shortest);
+  }
+  void set_length(std::int64_t below, std::int64_t span) { table.set_length(below, span); }
+  void resize_external(std::int64_t storage, std::int64_t nbytes) {
+    table.resize_external(storage, byte_count(nbytes));
+  }
   void run(std::int64_t op) { table.run(checked(op)); }
   bool is_direct(std::int64_t op) const { return table.is_direct(checked(op)); }
 

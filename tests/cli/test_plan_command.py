@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from disco_accel.cli import plan_answers
 from disco_accel.cli.main import main
 from disco_accel.graph.copies import swaps_in, swaps_out
 from disco_accel.graph.files import read_memgraph, read_taskgraph
+from disco_accel.measure import fused_kernels
 from disco_accel.observe.plan_table import advice
 from disco_accel.plan.summary import swapped_bytes
 from disco_accel.sizes import parse_size, size_for_people
@@ -81,10 +83,13 @@ def test_people_get_a_table_and_a_sentence(model: str, capsys: pytest.CaptureFix
     assert lines[-1].endswith(".") and "is enough" in lines[-1]
 
 
-def test_the_smallest_budget_that_is_named_is_the_smallest(ask: Ask) -> None:
+def test_the_smallest_budget_that_is_named_is_the_smallest(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a step that may have fused kernels, for a run begins without them."""
     (refused,) = ask("--budget", "1KiB", status=1)
     needed = refused["needed_bytes"]
-    assert ask("--budget", str(needed))[0]["fits"]
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_kernels, "WORTH_SECONDS", 0.0)
+        assert ask("--budget", str(needed))[0]["fits"]
     assert not ask("--budget", str(needed * 99 // 100), status=1)[0]["fits"]
     curve = ask("--budget", "all")
     budgets = [each["budget_bytes"] for each in curve]
@@ -223,3 +228,21 @@ def test_the_gain_of_more_memory_is_forecast_as_plans_have_it(ask: Ask) -> None:
     assert 0.3 < now[1]["reload_bytes"] / least < 0.7
     (ample,) = ask("--budget", str(stays))
     assert ample["reload_bytes"] == ample["next_gib"]["loads_saved_bytes"] == 0 and not ample["useful_budgets"]
+
+
+def test_seconds_are_with_fused_kernels(
+    ask: Ask, model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a run has them in the end, unless ``fuse: off`` is asked for."""
+    monkeypatch.setattr(fused_kernels, "WORTH_SECONDS", 0.0)
+    (joined,) = ask("--budget", "64MiB", "-o", str(tmp_path / "plan"))
+    assert 0 < joined["fused"] < joined["kernels"]
+    verify(read_taskgraph(tmp_path / "plan" / "task.json"), read_memgraph(tmp_path / "plan" / "plan.json"))
+    assert main(["plan", "--model", model, "--seq", "32", "--gpu", "rtx4090", "--budget", "64MiB"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "fused" in line]
+    assert re.fullmatch(r"Seconds are with fused kernels, \d+ of \d+; with fuse: off a step takes \d+% longer\.", line)
+    monkeypatch.setenv("DISCO_FUSE", "off")
+    (apart,) = ask("--budget", "64MiB")
+    assert apart["fused"] == 0 and joined["kernels"] < apart["kernels"]
+    assert joined["step_seconds"] < apart["step_seconds"] == joined["step_seconds_without_fused"]
+    assert joined["bound_seconds"] <= 1.000001 * joined["step_seconds"]

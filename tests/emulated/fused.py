@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import torch
 
 from disco_accel.fuse import kernels
-from disco_accel.fuse.call_json import kernel_text
 from disco_accel.fuse.host_library import ANSWER, symbol_of
 from disco_accel.graph.taskgraph import OpCall, TensorArg, TensorSpec
 from disco_accel.measure import fused_bits, fused_kernels
@@ -24,14 +25,14 @@ def extent(spec: TensorSpec) -> int:
     return elements * int(getattr(torch, spec.dtype).itemsize)
 
 
-def launched(path: str, calls: Sequence[OpCall]) -> dict[str, kernels.Kernel]:
-    """Handles of the kernels of a library of C++, for tensors of the emulated GPU, by ``kernel_text``."""
+def launched(path: str, calls: Mapping[int, OpCall]) -> dict[int, kernels.Kernel]:
+    """Handles of the kernels of a library of C++, for tensors of the emulated GPU, by number."""
     library = ctypes.CDLL(path)
     refused = json.loads(ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, ANSWER))))["refused"]
-    found: dict[str, kernels.Kernel] = {}
-    for number, call in enumerate(calls):
+    found: dict[int, kernels.Kernel] = {}
+    for number, call in calls.items():
         if str(number) in refused:
-            found[kernel_text(call)] = refused[str(number)]
+            found[number] = refused[str(number)]
             continue
         reads = [arg.spec for arg in call.args if isinstance(arg, TensorArg)]
         writes = [result.spec for result in call.results if result is not None]
@@ -41,7 +42,7 @@ def launched(path: str, calls: Sequence[OpCall]) -> dict[str, kernels.Kernel]:
         order = list(range(len(reads) + len(writes)))
         launch = [1, 1, 1, 32, 0]
         handle = torch.ops.disco_accel.fused_cuda_kernel(code, symbol_of(number), launch, order, [])
-        found[kernel_text(call)] = int(handle)
+        found[number] = int(handle)
     return found
 
 
@@ -49,14 +50,13 @@ def launched(path: str, calls: Sequence[OpCall]) -> dict[str, kernels.Kernel]:
 def fused_on_emulated_gpu() -> Iterator[None]:
     """Inside, kernels of the emulated GPU are compiled for the host, however short steps are; none are known yet."""
 
-    def of_part(part: kernels._Part, process: kernels._CompilerProcess | None) -> dict[str, kernels.Kernel]:
-        library = part.library(process)
-        return library.load(lambda path: launched(path, part.calls))
+    def of_part(part: kernels._Part, path: str) -> tuple[dict[int, kernels.Kernel], str]:
+        return launched(path, part.calls), hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
     fused_kernels.fusing_on.cache_clear()
     with (
         mock.patch.object(CudaBackend, "target", lambda backend: None),
-        mock.patch.object(kernels._Part, "kernels", of_part),
+        mock.patch.object(kernels._Part, "_load", of_part),
         mock.patch.object(kernels, "_known", {}),
         mock.patch.object(fused_kernels, "WORTH_SECONDS", 0.0),
         # An op takes long here, and small tensors many draws; tests/fuse compares more.

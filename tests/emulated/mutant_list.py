@@ -15,6 +15,7 @@ _BATCHED = (_CALLS + "test_small_copies_that_are_ready_together_go_in_one_call",
 _STEADY = (_ORDER + "test_a_steady_step_takes_nothing_and_ends_within_what_the_driver_gave",)
 _GRAPH_TESTS = "tests/emulated/test_launch_graphs.py::"
 _GRAPH_STEPS = (_GRAPH_TESTS + "test_batches_at_addresses_of_their_own",)
+_GROWING = ("tests/gpu/test_growing_cache.py::test_tokens_and_logits_are_eagers",)
 _HOST = "tests/emulated/test_host_optimizer.py::"
 _UPDATES = "tests/emulated/test_update_faults.py::"
 _SECOND = "tests/emulated/test_second_device.py::"
@@ -414,5 +415,19 @@ MUTANTS = (
         "recording_ = streams_->compute(0);",
         (_GRAPH_TESTS + "test_two_models_train_in_two_threads",),
         _JITTER,
+    ),
+    Mutant(
+        "a kernel of another length in a graph",
+        "runtime_ext/torch/ops.cpp",
+        "op.loose.nbytes == 0 && !op.varies;",
+        "op.loose.nbytes == 0;",
+        _GROWING,
+    ),
+    Mutant(
+        "numbers of the longest at each length",
+        "runtime_ext/torch/ops_lengths.cpp",
+        "return longest.toInt() - (longest.toInt() - shortest.toInt()) / span * below;",
+        "return longest.toInt() - (longest.toInt() - shortest.toInt()) / span * (below / 2);",
+        _GROWING,
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from math import prod
 from pathlib import Path
 
@@ -11,66 +12,12 @@ import pytest
 from disco_accel.errors import ExtensionError
 from disco_accel.fuse import kernels
 from disco_accel.fuse.call_json import kernel_text
-from disco_accel.fuse.fused_runs import FUSED, kind_of
-from disco_accel.fuse.kernels import compile_kernels, kernel_of, load_kernels
+from disco_accel.fuse.fused_runs import kind_of
+from disco_accel.fuse.kernels import compile_kernels, kernel_of, library_kernel, load_kernels
 from disco_accel.fuse.twins import alone, half_of, twin_of
-from disco_accel.graph.taskgraph import Arg, EnumArg, OpCall, OpResult, TensorArg, TensorSpec
+from disco_accel.graph.taskgraph import OpCall, TensorArg, TensorSpec
 from disco_accel.measure.fused_bits import RESULTS, measure_fused
-
-WIDE = TensorSpec("float32", (512, 67), (67, 1))
-HALF = TensorSpec("bfloat16", (512, 67), (67, 1))
-COLUMN = TensorSpec("float32", (512, 1), (1, 1))
-EXPANDED = TensorSpec("float32", (512, 67), (1, 0))
-
-
-def inner(name: str, overload: str, args: tuple[Arg, ...], spec: TensorSpec, output: int = -1) -> OpCall:
-    return OpCall(f"aten::{name}", overload, args, (OpResult(output, spec),))
-
-
-def run_of(reads: tuple[TensorSpec, ...], *body: OpCall) -> OpCall:
-    results = tuple(r for call in body for r in call.results if r is not None and r.output >= 0)
-    args = tuple(TensorArg(i, spec) for i, spec in enumerate(reads))
-    return OpCall(FUSED, "default", args, results, body=body)
-
-
-def scaled(number: float) -> OpCall:
-    """x + number * y in float32, and the same in bfloat16."""
-    product = inner("mul", "Tensor", (TensorArg(1, WIDE), number), WIDE)
-    total = inner("add", "Tensor", (TensorArg(0, WIDE), TensorArg(2, WIDE), 1), WIDE, 0)
-    cast = EnumArg("dtype", "bfloat16")
-    half = inner("_to_copy", "default", (TensorArg(3, WIDE), cast, None, None, None, False, None), HALF, 1)
-    return run_of((WIDE, WIDE), product, total, half)
-
-
-def gated(op: str) -> OpCall:
-    """silu(x) ``op`` y, in bfloat16: with a rounding between the two."""
-    silu = inner("silu", "default", (TensorArg(0, HALF),), HALF)
-    return run_of((HALF, HALF), silu, inner(op, "Tensor", (TensorArg(2, HALF), TensorArg(1, HALF)), HALF, 0))
-
-
-def normalised() -> OpCall:
-    """x * rsqrt(column + eps)."""
-    shifted = inner("add", "Tensor", (TensorArg(1, COLUMN), 1e-5, 1), COLUMN)
-    root = inner("rsqrt", "default", (TensorArg(2, COLUMN),), COLUMN)
-    return run_of(
-        (WIDE, COLUMN), shifted, root, inner("mul", "Tensor", (TensorArg(0, WIDE), TensorArg(3, COLUMN)), WIDE, 0)
-    )
-
-
-def nearly(number: float) -> OpCall:
-    """silu(x) in bfloat16, times ``number`` in float32 before it is rounded."""
-    to_wide, to_half = EnumArg("dtype", "float32"), EnumArg("dtype", "bfloat16")
-    wide = inner("_to_copy", "default", (TensorArg(0, HALF), to_wide, None, None, None, False, None), WIDE)
-    silu = inner("silu", "default", (TensorArg(1, WIDE),), WIDE)
-    product = inner("mul", "Tensor", (TensorArg(2, WIDE), number), WIDE)
-    half = inner("_to_copy", "default", (TensorArg(3, WIDE), to_half, None, None, None, False, None), HALF, 0)
-    return run_of((HALF,), wide, silu, product, half)
-
-
-def routed() -> OpCall:
-    """x times a weight of each row, which lies in memory once."""
-    return run_of((WIDE, EXPANDED), inner("mul", "Tensor", (TensorArg(0, WIDE), TensorArg(1, EXPANDED)), WIDE, 0))
-
+from tests.support.fused_calls import HALF, gated, inner, nearly, normalised, routed, run_of, scaled
 
 NEAR = 1 + 2.0**-22
 CALLS = (
@@ -172,6 +119,37 @@ def test_the_next_process_loads_what_is_compiled(monkeypatch: pytest.MonkeyPatch
     assert all(isinstance(kernel_of(call), int) for call in CALLS)
     load_kernels([scaled(5.0)], "cpu")
     assert kernel_of(scaled(5.0)) is None
+
+
+def test_a_kernel_is_found_in_any_library_by_its_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever else was compiled with it; not by an index that is not the library's."""
+    call = scaled(2.0)
+    kernel = kernel_of(call)
+    assert isinstance(kernel, int)
+    origin = library_kernel(kernel)
+    assert origin is not None
+    folder, index = tmp_path / origin.folder.name, tmp_path / origin.folder.name / "fused.names"
+    shutil.copytree(origin.folder, folder)
+    monkeypatch.setattr(kernels, "cache_root", lambda: tmp_path)
+
+    def found() -> bool:
+        monkeypatch.setattr(kernels, "_known", {})
+        load_kernels([call], "cpu")
+        assert len(kernels._known) <= 1
+        return isinstance(kernel_of(call), int)
+
+    names = index.read_text()
+    assert found() and len(names.split()) > 1
+    for wrong in ("", names + names.split()[0] + "\n", "\n".join(reversed(names.split())), "\xff" * 9):
+        index.write_text(wrong)
+        assert not found()
+    index.write_text(names)
+    index.chmod(0o666)
+    assert not found()
+    index.chmod(0o644)
+    assert found()
+    folder.rename(tmp_path / f"{folder.name}0")
+    assert not found()
 
 
 def test_a_compiler_that_fails_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

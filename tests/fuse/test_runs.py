@@ -102,16 +102,16 @@ def test_kinds_that_are_kept_apart_are_in_no_run() -> None:
     """As those whose bits a compiler changes."""
     graph = timed(capture(Case().model(), Case().batch())).graph
     mul = next(kind_of(call) for call in graph.ops.values() if call.name == "aten::mul")
-    runs, _ = runs_of(graph, {mul})
+    runs = runs_of(graph, {mul}).calls
     assert runs
     assert not any(kind_of(inner) == mul for call in runs.values() for inner in call.body)
-    assert any(kind_of(inner) == mul for call in runs_of(graph)[0].values() for inner in call.body)
+    assert any(kind_of(inner) == mul for call in runs_of(graph).calls.values() for inner in call.body)
 
 
 def test_calls_go_through_json() -> None:
     """The compiling process gets the calls that were sent."""
     graph = timed(capture(Case(base=torch.bfloat16, padded=True, attention="eager").model(), Case().batch())).graph
-    runs, _ = runs_of(graph)
+    runs = runs_of(graph).calls
     assert runs
     for name, call in runs.items():
         assert call_of(call_to_object(call)) == replace(call, module="")
@@ -121,6 +121,6 @@ def test_calls_go_through_json() -> None:
 def test_kernels_of_a_device_in_host_memory_are_in_no_run() -> None:
     """Fused kernels are compiled for the device beside it: of a step that runs in host memory alone there are none."""
     graph = timed(capture(Case().model(), Case().batch())).graph
-    assert runs_of(graph)[0]
+    assert runs_of(graph).calls
     spaces = (replace(graph.spaces[0], kind=SpaceKind.HOST), *graph.spaces[1:])
-    assert runs_of(replace(graph, spaces=spaces)) == ({}, 0)
+    assert runs_of(replace(graph, spaces=spaces)).calls == {}

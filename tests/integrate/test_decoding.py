@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 from disco_accel import DiscoConfig, prepare, restore, stats
@@ -178,20 +178,6 @@ def test_a_cache_that_is_full_is_eagers_error_and_no_harm() -> None:
         with pytest.raises(ExecutionError if model is planned else IndexError, match="13"):
             generated(model, 6, past_key_values=cache, cache_implementation=None)
     assert_same(generated(planned), generated(eager))
-
-
-def test_a_cache_that_grows_is_told_once_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    planned, eager = twins()
-    for _ in range(2):
-        ours = generated(planned, cache_implementation=None)
-    assert torch.equal(ours.sequences, generated(eager, cache_implementation=None).sequences)
-    assert isinstance(ours.past_key_values, DynamicCache)
-    (reason,) = stats(planned)["fallbacks"]
-    assert 'cache_implementation="static" to generate, or to the config of a trainer' in reason
-    assert stats(planned)["forwards_unplanned"] == 10 and stats(planned)["prefills"] == 2
-    assert [m for m in caplog.messages if "without a plan" in m] == [
-        f"generate's decoding runs without a plan: {reason}"
-    ]
 
 
 def test_a_static_cache_without_positions_runs_as_it_is() -> None:

@@ -19,7 +19,7 @@ from disco_accel.graph.taskgraph import TaskGraph, with_memory
 from disco_accel.graph.value_numbering import clones, graph_of_plan, kept, left_out
 from disco_accel.native.backend import backend_of_kind
 from disco_accel.plan import Machine, make_plan
-from disco_accel.plan.keep_or_recompute import decide
+from disco_accel.plan.keep_or_recompute import decide, plan_soon
 from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
 from disco_accel.plan.search_work import SearchWork
 from disco_accel.simulate.roofline import with_estimates
@@ -131,3 +131,20 @@ def test_a_stored_plan_says_which_clones_it_does_without(tmp_path: Path, caplog:
     cache.store(key, made(replace(graph, vertices=graph.vertices[:-1]), SearchWork()))
     assert cache.load(key, graph, cyclic=True) is None
     assert f"vertex {last.id} ({last.op}) of the task graph is missing from the plan" in caplog.text
+
+
+def test_a_plan_that_a_step_waits_for_takes_little_work() -> None:
+    """With all of its clones, and the whole search makes none that is slower."""
+    graph = packed_step()
+    chosen = replace(graph, ops={}, spaces=(Space(0, int(1.2 * needed(graph)) // 256 * 256),))
+    work, whole = SearchWork(), SearchWork()
+    plan, keeps_up = plan_soon(chosen, MACHINE, work)
+    assert plan is not None and not keeps_up
+    verify(chosen, plan)
+    thorough, _ = decide(chosen, MACHINE, whole, recompute="decided")
+    verify(chosen, thorough)
+    assert simulate(thorough, MACHINE).makespan <= simulate(plan, MACHINE).makespan
+    assert work.spent < whole.spent / 3
+    ample, keeps_up = plan_soon(with_memory(chosen, lambda _: 1 << 30), MACHINE, SearchWork())
+    assert ample is not None and keeps_up
+    assert plan_soon(with_memory(chosen, lambda _: 4096), MACHINE, SearchWork()) == (None, False)

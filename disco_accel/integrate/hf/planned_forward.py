@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.capture.fake_inputs import batch_tensors
@@ -15,6 +15,7 @@ from disco_accel.capture.parts import named_parts
 from disco_accel.capture.storages import storage_key
 from disco_accel.errors import BudgetTooSmall, CaptureError
 from disco_accel.integrate.hf.forward_results import cut_result, result_of, take_apart, with_padding
+from disco_accel.integrate.hf.growing_cache import growing_arguments, growing_batch
 from disco_accel.integrate.hf.kv_cache import (
     TracedCache,
     cache_arguments,
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 _CACHE = "past_key_values"
 _OF_CACHE = "cache "
 """The names of a cache's new tensors begin with it: no path into a result does."""
+_PARTS = 8
+"""Where a plan for all lengths up to a power of two does not fit, it is for one of so many parts of them."""
 _PLANNER = "timed"
 """The one that plans loads of keys and values."""
 Tensors = dict[str, torch.Tensor]
@@ -58,7 +61,8 @@ class _CacheInPlan:
 
     ``arguments``: its contents. ``traced``: takes them out of all arguments of a trace and makes a cache of them, with
     new tensors in ``added``. ``fill``: gives these, and the ``counts`` of the traced one, to the user's cache.
-    ``beside``, ``releases``, ``at_home``: as of ``ForwardRequest``.
+    ``beside``, ``releases``, ``at_home``: as of ``ForwardRequest``. ``grows``: it is one of
+    those that share a plan, as ``growing_batch`` says.
     """
 
     arguments: dict[str, Any]
@@ -67,6 +71,7 @@ class _CacheInPlan:
     beside: Callable[[CapturedStep], int] = lambda _: 0
     releases: bool = False
     at_home: frozenset[str] = frozenset()
+    grows: bool = False
 
 
 def planned_forward(
@@ -145,11 +150,14 @@ def _run(
 def _with_cache_that_fits(
     state: Session, model: torch.nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any]
 ) -> tuple[Tensors, Any, Callable[[Tensors, Any], None]]:
-    """As ``_with_cache``. Keys and values of a static cache without tokens go to host memory if they do not fit."""
+    """As ``_with_cache``. If it does not fit, keys and values of a static cache without tokens go to host memory, and a
+    plan for a cache that grows has memory for fewer tokens more."""
     try:
         return _with_cache(state, model, batch, forward)
     except BudgetTooSmall as error:
         cache, last = batch[_CACHE], error
+        if _grows(cache, tokens_of(batch)):
+            return _with_cache(state, model, batch, forward, _PARTS)
         if not is_static(cache) or state.setup.config.planner != _PLANNER:
             raise
         moves = layers_to_move(cache, _layer_bytes(state, cache, batch), error.needed - error.given)
@@ -169,14 +177,20 @@ def _layer_bytes(state: Session, cache: StaticCache, batch: Mapping[str, Any]) -
     return state.calls.layer_bytes.setdefault((rows, tuple(layer.get_max_length() for layer in cache.layers)), {})
 
 
+def _grows(cache: Any, tokens: int) -> bool:
+    """Whether a forward adds one token to others."""
+    return type(cache) is DynamicCache and tokens == 1 and cache.get_seq_length() > 0
+
+
 def _with_cache(
-    state: Session, model: torch.nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any]
+    state: Session, model: torch.nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any], parts: int = 1
 ) -> tuple[Tensors, Any, Callable[[Tensors, Any], None]]:
     """The old tensors of a cache are the user's alone once this has returned."""
     cache = _cache_in_plan(state, batch)
     given = {name: value for name, value in batch.items() if name != _CACHE} | cache.arguments
+    growing = growing_batch(given, parts) if cache.grows else None
     request = ForwardRequest(
-        kind="forward",
+        kind="growing forward" if growing else "forward",
         batch=given,
         trace=_tracer(model, forward, cache.traced),
         contexts=lambda: hf_contexts(model, given),
@@ -184,6 +198,7 @@ def _with_cache(
         releases=cache.releases,
         changed=lambda name: name.startswith(ARGUMENT),
         at_home=cache.at_home,
+        growing=growing,
     )
     return *run_forward(state, model, request), cache.fill
 
@@ -208,19 +223,15 @@ def _cache_in_plan(state: Session, batch: Mapping[str, Any]) -> _CacheInPlan:
             at_home=frozenset(name if name.startswith(ARGUMENT) else _OF_CACHE + name for name in names_at_home(cache)),
         )
     check_cache(cache)
-    if cache.get_seq_length() and tokens == 1:
-        raise CaptureError(
-            f"{_CACHE}: decoding with a cache that grows by a token in each forward, and would need a plan for each "
-            'length; pass cache_implementation="static" to generate, or to the config of a trainer that calls it, such '
-            "as TRL's GRPOConfig"
-        )
-    past = cache_arguments(cache)
+    grows = _grows(cache, tokens)
+    past = growing_arguments(cache, batch) if grows else cache_arguments(cache)
     return _CacheInPlan(
         past,
         TracedCache.of,
         lambda made, _: fill(cache, made, tokens),
         lambda captured: room_to_fill(past["past"], leaving_bytes(captured)),
         any(past["past"]),
+        grows=grows,
     )
 
 

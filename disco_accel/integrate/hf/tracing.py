@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -45,6 +46,7 @@ def hf_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[Conte
     return [
         compiled_parts_traced,
         functools.partial(_masks_of, full=has_full_mask(kwargs), packed=packed),
+        _head_for_all_positions,
         functools.partial(_marked_checkpointing, segments),
     ]
 
@@ -97,6 +99,23 @@ def _masks_of(*, full: bool, packed: bool) -> Iterator[None]:
         patched(masking_utils, "_ignore_causal_mask_sdpa", ignoring),
         patched(masking_utils, "find_packed_sequence_indices", packing),
     ):
+        yield
+
+
+_TRLS_HEAD = ("trl.trainer.utils", "trl.kernels.chunked_logprob")
+_WITH_TRITON = "_use_triton"
+"""Asked in both modules: whether TRL's head takes the positions with a label alone, by kernels written in Triton."""
+
+
+@contextmanager
+def _head_for_all_positions() -> Iterator[None]:
+    """Let TRL's head score all positions by ops of PyTorch's, as it does where there is no Triton: how many positions
+    have a label depends on the data. Sums are rounded in another order than by its kernels."""
+    with ExitStack() as stack:
+        for name in _TRLS_HEAD:
+            module = sys.modules.get(name)
+            if hasattr(module, _WITH_TRITON):
+                stack.enter_context(patched(module, _WITH_TRITON, lambda _: lambda *_args, **_keys: False))
         yield
 
 

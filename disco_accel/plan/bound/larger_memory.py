@@ -6,7 +6,7 @@ in most memory sizes by about the same part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -17,6 +17,9 @@ from disco_accel.plan.bound.device_facts import DeviceFacts
 from disco_accel.plan.bound.least_copies import gaps_of, least_copies, load_with_all_kept
 from disco_accel.simulate.machine import Machine
 from disco_accel.sizes import size_for_people
+
+Joined = Callable[[TaskGraph], TaskGraph]
+"""Gives a graph its fused kernels."""
 
 HALF_LOADS, ALL_STAYS = "half_loads", "all_stays"
 """Budgets by name: see ``step/compile/useful_budgets.py``."""
@@ -35,9 +38,14 @@ and nothing in so many times as many."""
 class _LargerMemory:
     """The gains of memory for a step of ``graph`` on ``machine``. All sizes are bytes of each device."""
 
-    def __init__(self, graph: TaskGraph, machine: Machine, whole: TaskGraph, recompute: str = "auto") -> None:
-        """``whole``: ``graph`` with the kernels that its plan leaves out. ``recompute``: as in ``decide``."""
+    def __init__(
+        self, graph: TaskGraph, machine: Machine, whole: TaskGraph, recompute: str, joined: Joined | None
+    ) -> None:
+        """``whole``: ``graph`` with the kernels that its plan leaves out. ``recompute``: as in ``decide``. ``joined``
+        gives fused kernels to a graph, which ``graph`` has where they make its step faster, and ``whole`` has not;
+        None: there are none."""
         self._graph, self._machine, self._whole, self._recompute = graph, machine, whole, recompute
+        self._joined = joined
 
     def loads(self, memory: int) -> tuple[float, int]:
         """Seconds and bytes of the loads that a step needs in ``memory``."""
@@ -80,14 +88,19 @@ class _LargerMemory:
     @cached_property
     def _facts_of_kept(self) -> list[DeviceFacts]:
         again = (clone for clone in clones(self._whole) if self._recompute == "auto" or clone.constant)
-        return _facts_of(without(self._whole, again), self._machine)
+        kept = without(self._whole, again)
+        return _facts_of(kept if self._joined is None else self._joined(kept), self._machine)
 
 
 def larger_memory(
-    graph: TaskGraph, machine: Machine, whole: TaskGraph | None = None, recompute: str = "auto"
+    graph: TaskGraph,
+    machine: Machine,
+    whole: TaskGraph | None = None,
+    recompute: str = "auto",
+    joined: Joined | None = None,
 ) -> _LargerMemory:
     """Return the gains of memory for a step of ``graph``; see ``_LargerMemory``."""
-    return _LargerMemory(graph, machine, whole or graph, recompute)
+    return _LargerMemory(graph, machine, whole or graph, recompute, joined)
 
 
 def useful_text(budgets: Mapping[str, int], beyond: int) -> str:

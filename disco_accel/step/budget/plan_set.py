@@ -72,6 +72,8 @@ class PlanSet:
         """Plain steps that are not kept any more."""
         self.runs: dict[str, OpCall] = {}
         """Of its plans' graphs, whose kernels are being compiled."""
+        self.hasty: int | None = None
+        """The budget that a longer search is to be made for."""
         self.settled: set[int] = set()
         """Budgets that a thorough search has been through."""
         self._host_memory, self._first, self._lock = host_memory, first, threading.Lock()

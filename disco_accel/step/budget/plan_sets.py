@@ -72,6 +72,10 @@ class PlanSets:
                 plan_set.measure()
                 self.maker.spread(plan_set, self._grant.most)
             self._begin_fusing(plan_set)
+            # Runs that are being compiled bring a longer search with them.
+            if step.hasty and not plan_set.runs:
+                plan_set.measure()
+                plan_set.hasty = step.budget.total
 
     def _begin_fusing(self, plan_set: PlanSet) -> None:
         if plan_set.fusing is not None:
@@ -110,6 +114,10 @@ class PlanSets:
         plan_set = self._by_key.get(key)
         if plan_set is None:
             return None
+        if plan_set.hasty is not None:
+            # Beside the first step the search would make that longer, for which the plan was found in haste.
+            self.maker.ask(plan_set, plan_set.hasty)
+            plan_set.hasty = None
         if self._grant.shared:
             self._recent.append(plan_set)
             before = self._grant.max_useful

@@ -16,6 +16,7 @@ from disco_accel.capture.leaving_gradients import leaving_by
 from disco_accel.capture.parts import beside_weights, named_parts, settle_states
 from disco_accel.errors import CaptureError
 from disco_accel.execute.executor import EngineOptions, Executor
+from disco_accel.execute.varying_kernels import _VaryingPlan
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorArg, TensorSpec, VertexKind
@@ -75,8 +76,12 @@ class CompiledStep:
     """The part of it that the plan drops; None: the step repeats nothing."""
     fused: Mapping[int, OpRecord] = field(default_factory=dict)
     """Of fused kernels, which ``graph`` has in the place of kernels of ``captured``."""
+    hasty: bool = False
+    """Whether a longer search may find a faster plan with such kernels."""
     rows: _ChoiceOfRows | None = None
     """Of weights, which the host may pick; None: there is nothing to choose."""
+    at_shortest: Mapping[int, OpRecord] = field(default_factory=dict)
+    """Of a forward for several lengths: records at the shortest of the kernels that depend on it."""
     parameters: dict[str, torch.nn.Parameter] | None = None
     """The model's trainable parameters by name, looked up at the first run."""
     runs = 0
@@ -86,7 +91,7 @@ class CompiledStep:
         """The same step by another plan, with other ``fields``."""
         own: dict[str, Any] = {"graph": planned.graph, "plan": planned.plan, "budget": planned.budget, "loaded": None}
         own |= {"recomputation": planned.recomputation, "plan_cache": planned.cache_use, "groups": (-1, -1)}
-        own["fused"] = planned.fused
+        own |= {"fused": planned.fused, "hasty": planned.hasty}
         own["seconds"] = {"record": self.seconds["record"], **planned.seconds}
         return replace(self, **(own | fields))
 
@@ -164,7 +169,21 @@ class CompiledStep:
             arena=arenas,
             names={b.vertex: b.name for b in bindings},
             specs={b.vertex: b.spec for b in bindings},
+            varying=self.varying,
         )
+
+    @property
+    def varying(self) -> _VaryingPlan | None:
+        """The part of the plan that depends on a length. Raises CaptureError as ``_Lengths.found_in``."""
+        lengths = self.captured.lengths
+        if lengths is None:
+            return None
+        shortest = {
+            kernel: (lengths.calls[first].shortest, self.at_shortest[first])
+            for kernel, first in lengths.found_in(self.graph).items()
+        }
+        inputs = {b.vertex: lengths.inputs[b.name] for b in self.captured.bindings if b.name in lengths.inputs}
+        return _VaryingPlan(lengths.between, shortest, inputs)
 
     @functools.cached_property
     def leaving(self) -> tuple[LeavingGradient, ...]:
@@ -248,7 +267,9 @@ class CompiledStep:
     def gains_of_memory(self) -> dict[str, Any]:
         """See there; found when they are asked for."""
         machine = self.settings.machine or Machine()
-        larger = larger_memory(self.graph, machine, self.captured.graph, self.settings.recompute)
+        fusing = self.settings.fusing
+        joined = None if fusing is None else fusing.fused
+        larger = larger_memory(self.graph, machine, self.captured.graph, self.settings.recompute, joined)
         loads, _ = link_bytes(self.plan)
         return gains_of_memory(larger, self.budget, loads, simulate(self.plan, machine).makespan)
 

@@ -13,6 +13,7 @@ import torch
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.parts import named_parts
+from disco_accel.capture.several_lengths import lengths_of
 from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.capture.traced_modules import Forward
 from disco_accel.decompose.cache_at_home import with_cache_at_home
@@ -20,12 +21,15 @@ from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.engine_options import makes_graphs
 from disco_accel.execute.executor import EngineOptions
+from disco_accel.graph.lengths import _Lengths
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.spaces import BETWEEN_DEVICES, NAME_OF, TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.traits import FOREIGN, Traits
 from disco_accel.measure.costs import Measured
 from disco_accel.measure.fused_kernels import fusing_on
+from disco_accel.measure.record import OpRecord
+from disco_accel.measure.record_lengths import records_at_ends
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.plan import Machine
 from disco_accel.plan.plan_cache import PlanCache
@@ -43,7 +47,7 @@ from disco_accel.step.compile.compiled_step import CompiledStep, host_bytes, sha
 from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings, at_boundary, with_fused_kernels
 from disco_accel.step.compile.planned_step import choice_of_rows, plan_in_chunks
-from disco_accel.step.compile.stages import Chunks, PlanRequest, Sharing, whole_step
+from disco_accel.step.compile.stages import Chunks, PlanRequest, Sharing, StagedStep, whole_step
 from disco_accel.step.placement.shard_memory import ShardMemory, packed_bytes
 from disco_accel.version import __version__
 
@@ -152,12 +156,14 @@ def compile_forward(
     beside: Callable[[CapturedStep], int],
     changed: Callable[[str], bool] = lambda _: False,
     at_home: Collection[str] = (),
+    lengths: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> CompiledStep:
     """As ``compile_step``, for the outputs that ``forward`` returns without gradients, each a clone.
 
     They are written to memory of the caller's, as in ``capture_forward``. ``structure``: asked after the capture for
     ``CapturedStep.structure``. ``beside``: bytes of the budget that the caller needs for itself, besides the batch and
     that memory. ``changed``: as in ``capture_forward``. ``at_home``: as in ``with_cache_at_home``.
+    ``lengths``: arguments at several lengths, ``kwargs`` at the longest: the plan is for all lengths between.
 
     Raises:
         CaptureError: an op or module cannot be captured.
@@ -165,18 +171,28 @@ def compile_forward(
     """
     began = time.perf_counter()
     device, sharing = run_device(options.engine.device), _sharing(options, FittedBatch(kwargs))
-    captured = capture_forward(
-        model,
-        kwargs,
-        forward=forward,
-        contexts=options.contexts,
-        device=device,
-        outside=lambda _: True,
-        changed=changed,
-        trained=options.trained,
-        rewrite=sharing.of_one,
-    )
-    captured = with_cache_at_home(replace(captured, structure=structure()), at_home)
+
+    def capture(arguments: Mapping[str, Any]) -> CapturedStep:
+        captured = capture_forward(
+            model,
+            arguments,
+            forward=forward,
+            contexts=options.contexts,
+            device=device,
+            outside=lambda _: True,
+            changed=changed,
+            trained=options.trained,
+            rewrite=sharing.of_one,
+        )
+        return replace(captured, structure=structure())
+
+    if lengths is None:
+        captured = with_cache_at_home(capture(kwargs), at_home)
+    else:
+        captures = {length: capture(arguments) for length, arguments in lengths.items()}
+        captured = replace(captures[max(captures)], lengths=lengths_of(captures))
+        # A fused kernel is compiled for one length.
+        options = replace(options, fuse=False)
     options.captured()
     outputs = sum(leaving_bytes(captured).values()) + beside(captured)
     on_device = {name: tensor for name, tensor in batch_tensors(kwargs).items() if name not in at_home}
@@ -195,7 +211,7 @@ def _compile(
     """The rest of ``compile_step``; ``outputs``: bytes outside the arena for outputs that leave it."""
     seconds = {"capture": time.perf_counter() - began}
     engine, device = options.engine, run_device(options.engine.device)
-    source = Measured(engine.device, engine.compute_threads, engine.compute_streams)
+    source, at_shortest = _source(engine, whole.captured.lengths)
     trainable = [p for p in model.parameters() if p.requires_grad]
     # The host's optimizer has them, their gradients and its state there.
     on_device = [] if options.trained.host_has_it else trainable
@@ -208,19 +224,16 @@ def _compile(
     # Attempts are compared without fused kernels, each with its own boundary: those of the one that is taken follow.
     plain = replace(settings, fusing=None, boundary={})
     asked = PlanRequest(sharing, source, budget, plain, options.chunks, device, say=options.say)
-    try:
-        made = plan_in_chunks(whole, asked)
-    except BudgetTooSmall:
-        if not others:
-            raise
-        made = plan_in_chunks(whole, replace(asked, budget=replace(budget, others=0)))
+    made = _planned(whole, asked)
     captured, costs = made.captured, made.costs
     assert costs is not None
     if settings.fusing is not None:
         # Those of an earlier process are there at once; others are compiled beside the first steps.
         settings.fusing.use_compiled(made.planned.graph)
-    planned = at_boundary(captured, made.planned, settings)
-    planned = with_fused_kernels(captured, planned, settings)
+    planned = with_fused_kernels(captured, at_boundary(captured, made.planned, settings), settings, soon=True)
+    if captured.lengths is not None:
+        # Refuses what passes have made of kernels that depend on the length.
+        captured.lengths.found_in(planned.graph)
     _tell(planned, options, asked.machine)
     options.gather(captured.constants.values())
     given, packed = (bytes_on_host(planned.plan), options.rounded), _packed_bytes(model, captured, options)
@@ -241,8 +254,30 @@ def _compile(
         chunked_kernels=0 if made.chunked is None else made.chunked.kernels,
         recomputation=planned.recomputation,
         fused=planned.fused,
+        hasty=planned.hasty,
         rows=choice_of_rows(whole, asked, made),
+        at_shortest=at_shortest,
     )
+
+
+def _planned(whole: StepOnParts, asked: PlanRequest) -> StagedStep:
+    """In memory beside the arenas of other steps, or, where it does not fit, in all."""
+    try:
+        return plan_in_chunks(whole, asked)
+    except BudgetTooSmall:
+        if not asked.budget.others:
+            raise
+        return plan_in_chunks(whole, replace(asked, budget=replace(asked.budget, others=0)))
+
+
+def _source(engine: EngineOptions, lengths: _Lengths | None) -> tuple[Measured, Mapping[int, OpRecord]]:
+    """The costs of kernels on this engine; and records at the shortest length of kernels that depend on one."""
+    source = Measured(engine.device, engine.compute_threads, engine.compute_streams)
+    if lengths is None:
+        return source, {}
+    ends = records_at_ends(lengths.graphs, lengths.calls, engine.device, engine.compute_threads, source.known)
+    varying = [(lengths.calls[kernel].longest, record) for kernel, (record, _) in ends.items()]
+    return replace(source, varying=varying), {kernel: record for kernel, (_, record) in ends.items()}
 
 
 def _tell(planned: PlannedStep, options: CompileOptions, machine: Machine) -> None:

@@ -16,15 +16,16 @@ from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.dequantise_again import DEQUANTISE_AGAIN
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass, GraphPass, arena_of
-from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.value_numbering import graph_of_plan
 from disco_accel.measure.costs import Costs, GraphCosts
+from disco_accel.measure.estimated_fusing import _EstimatedFusing
 from disco_accel.measure.fused_kernels import Fusing
 from disco_accel.measure.record import OpRecord
 from disco_accel.plan import Machine
 from disco_accel.plan.bound.larger_memory import larger_memory, useful_text
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.keep_or_recompute import Recomputation, decide
+from disco_accel.plan.keep_or_recompute import Recomputation, decide, plan_soon
 from disco_accel.plan.plan_cache import PlanCache, PlanCacheUse, plan_fingerprint
 from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.plan.search_work import SearchWork
@@ -70,7 +71,8 @@ class PlannedStep:
 
     ``applied``: all passes from the capture to the plan. For a plan that was stored, without those of the planner.
     ``seconds`` of each stage: plan, verify. ``cut``: the user's deadline ended the search; ``notes``: lines for the
-    user about that. ``fused``: records of the fused kernels of ``graph``.
+    user about that. ``fused``: records of the fused kernels of ``graph``. ``hasty``: a longer search may find a faster
+    plan with such kernels.
     """
 
     graph: TaskGraph
@@ -84,6 +86,7 @@ class PlannedStep:
     whole: TaskGraph
     recomputation: Recomputation | None = None
     fused: Mapping[int, OpRecord] = field(default_factory=dict)
+    hasty: bool = False
 
 
 def with_costs(
@@ -201,10 +204,18 @@ def at_boundary(
 
 
 def with_fused_kernels(
-    step: CapturedStep, planned: PlannedStep, settings: PlannerSettings, elsewhere: PlanningProcess | None = None
+    step: CapturedStep,
+    planned: PlannedStep,
+    settings: PlannerSettings,
+    elsewhere: PlanningProcess | None = None,
+    *,
+    soon: bool = False,
+    estimated: _EstimatedFusing | None = None,
 ) -> PlannedStep:
-    """``planned``, which was made of ``step``, or a plan of its graph with fused kernels where that is faster."""
-    fusing = settings.fusing
+    """``planned``, which was made of ``step``, or a plan of its graph with fused kernels where that is faster.
+    ``soon``: a step waits for it, and a longer search follows where the plan is ``hasty``. ``estimated``: kernels in
+    the place of those of ``settings``."""
+    fusing = estimated or settings.fusing
     if fusing is None:
         return planned
     graph = fusing.fused(planned.graph)
@@ -212,13 +223,44 @@ def with_fused_kernels(
     if not records:
         return planned
     captured = replace(step, graph=graph, offered=frozenset())
-    own = replace(settings, recompute="as-written", fusing=None)
-    made = plan_if_it_fits(captured, planned.budget, own, elsewhere)
+    own = replace(settings, recompute="decided", fusing=None)
+    if soon and _may_be_hasty(captured, own):
+        made, hasty = _planned_soon(captured, planned, own)
+    else:
+        made, hasty = plan_if_it_fits(captured, planned.budget, own, elsewhere), False
     machine = settings.machine or Machine()
     if made is None or simulate(made.plan, machine).makespan >= simulate(planned.plan, machine).makespan:
-        return planned
+        return replace(planned, hasty=hasty)
     seconds = {stage: spent + made.seconds.get(stage, 0.0) for stage, spent in planned.seconds.items()}
-    return replace(made, whole=planned.whole, recomputation=planned.recomputation, seconds=seconds, fused=records)
+    made = replace(made, whole=planned.whole, recomputation=planned.recomputation, fused=records)
+    return replace(made, seconds=seconds, hasty=hasty)
+
+
+def _may_be_hasty(step: CapturedStep, settings: PlannerSettings) -> bool:
+    """Whether ``plan_soon`` is for ``step``, and no thorough plan is stored."""
+    kernels = (vertex for vertex in step.graph.vertices if vertex.kind is VertexKind.KERNEL)
+    if settings.planner != "timed" or len({vertex.space for vertex in kernels}) != 1:
+        return False
+    return _stored(_key(step, settings), step.graph, settings, _room_on_host(step, settings)) is None
+
+
+def _planned_soon(
+    step: CapturedStep, planned: PlannedStep, settings: PlannerSettings
+) -> tuple[PlannedStep | None, bool]:
+    """A plan of ``step``, which is ``planned`` with fused kernels, that takes little time to find, or None; and whether
+    ``decide`` may find a faster one."""
+    began, limit = time.perf_counter(), settings.plan_seconds
+    work = SearchWork(None if limit is None else max(0.0, limit - planned.seconds["plan"]))
+    room = _room_on_host(step, settings)
+    plan, keeps_up = plan_soon(step.graph, settings.machine or Machine(), work, room)
+    if plan is None:
+        return None, True
+    done = time.perf_counter()
+    verify(step.graph, plan)
+    seconds = {"plan": done - began, "verify": time.perf_counter() - done}
+    use = PlanCacheUse.OFF if settings.cache is None else PlanCacheUse.MISS
+    made = replace(planned, graph=step.graph, plan=plan, cache_use=use, seconds=seconds, whole=step.graph)
+    return at_boundary(step, made, settings), not keeps_up
 
 
 def plan_if_it_fits(

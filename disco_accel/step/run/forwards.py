@@ -47,6 +47,22 @@ class _TracedForward:
 
 
 @dataclass(frozen=True)
+class _GrowingBatch:
+    """A batch with tensors that grow with a ``length`` from forward to forward. One plan is for all lengths from the
+    smallest of ``captured`` to the largest: at these it is captured. ``at``: the arguments at a length, with tensors
+    that may lack values."""
+
+    length: int
+    captured: Collection[int]
+    at: Callable[[int], Mapping[str, Any]]
+
+    @functools.cached_property
+    def longest(self) -> Mapping[str, Any]:
+        """The arguments that the plan has memory for."""
+        return self.at(max(self.captured))
+
+
+@dataclass(frozen=True)
 class ForwardRequest:
     """A forward to run from a plan, on ``batch``.
 
@@ -54,7 +70,7 @@ class ForwardRequest:
     clone, and the rest of the result. ``contexts``: around the trace. ``beside``: bytes of the budget that the caller
     takes for itself besides the batch and the results. ``releases``: the caller frees tensors of the batch as soon as
     it has the result. ``changed``: which tensors of the batch the forward may write to in place. ``at_home``: names of
-    those, and of results, that are in host memory.
+    those, and of results, that are in host memory. ``growing``: ``batch`` is one of several, with one plan for all.
     """
 
     kind: str
@@ -65,6 +81,12 @@ class ForwardRequest:
     releases: bool = False
     changed: Callable[[str], bool] = lambda _: False
     at_home: Collection[str] = ()
+    growing: _GrowingBatch | None = None
+
+    @property
+    def planned_for(self) -> Mapping[str, Any]:
+        """The arguments as the plan has them."""
+        return self.batch if self.growing is None else self.growing.longest
 
 
 def run_forward(state: Session, model: torch.nn.Module, request: ForwardRequest) -> tuple[Tensors, Any]:
@@ -90,13 +112,18 @@ def _run(state: Session, model: torch.nn.Module, request: ForwardRequest) -> tup
         placed = {b: _empty(b, state.memory.device, on_host=b.vertex in on_host) for b in outside}
         # The last run may still reload the residents, for this very run.
         step.settle()
+        if request.growing is not None:
+            step.executor.set_length(request.growing.length)
         externals = externals_of(state, model, step, request.batch) | {b.vertex: t for b, t in placed.items()}
         with kept_on_failure(step):
             if again:
                 _run_on_current_weights(state, model, step, externals)
             else:
                 step.executor.run_out(externals)
-        if request.releases:
+        if request.releases and request.growing is not None:
+            # The next token has this plan, for which weights are loaded now.
+            step.executor.release_inputs([binding.vertex for binding in step.vertices_of(InputSource.BATCH)])
+        elif request.releases:
             # The run would hold the tensors that it was given until its last copy, and the next has another plan.
             step.executor.abandon()
         state.reports.on_forward(step, request.kind)
@@ -129,24 +156,25 @@ def _empty(binding: InputBinding, device: torch.device, *, on_host: bool) -> tor
 
 
 def _compiled(state: Session, model: torch.nn.Module, request: ForwardRequest) -> CompiledStep:
-    traced = _TracedForward(request.trace)
+    traced, growing = _TracedForward(request.trace), request.growing
 
     def compiler(options: CompileOptions) -> CompiledStep:
         return compile_forward(
             model,
-            request.batch,
+            request.planned_for,
             forward=traced,
             structure=lambda: traced.structure,
             changed=request.changed,
             at_home=request.at_home,
             options=with_shards(state, model, options, state.setup.config.parallel),
             beside=request.beside,
+            lengths=None if growing is None else {length: growing.at(length) for length in growing.captured},
         )
 
     what = "the reading of" if request.kind == PREFILL else "a forward without gradients on"
     what = f"{what} {batch_text(request.batch)}"
     run_first_forward_changes(model, state.memory.device, gradients=False)
-    key = step_key(model, request.batch), request.kind
+    key = step_key(model, request.planned_for), request.kind
     _require_room(state, key)
     if state.budgets.plan_sets.knows(key):
         state.calls.new_shapes.met()
