@@ -28,8 +28,9 @@ def growing_arguments(cache: DynamicCache, batch: Mapping[str, Any]) -> dict[str
             tensor = getattr(layer, name)
             shape, stride = _layout(tensor, tensor.shape[2], _room(length, window, tensor.shape[2]))
             if tensor.stride() != stride:
-                setattr(layer, name, torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device))
-                getattr(layer, name).copy_(tensor)
+                made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+                # Whole, or an interrupt would leave the cache without its values.
+                setattr(layer, name, made.copy_(tensor))
     mask = batch.get(_MASK)
     if not isinstance(mask, torch.Tensor) or mask.stride() == torch.empty(mask.shape, device="meta").stride():
         return cache_arguments(cache)
