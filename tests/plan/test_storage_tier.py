@@ -131,7 +131,7 @@ def test_the_engine_refuses_it_by_name(planned: tuple[TaskGraph, MemGraph]) -> N
         f"vertex {load.id} copies from space {DISK} to space 0: the engine copies between devices and the host alone"
     )
     with pytest.raises(ExecutionError, match=message):
-        lower(part, {}, {}, memory, cast(Any, None))
+        lower(part, {}, {}, memory, cast(Any, None), {})
 
 
 def test_a_kernel_on_the_host_uses_no_value_in_storage() -> None:
