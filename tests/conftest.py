@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import zlib
@@ -142,3 +143,12 @@ def messages_as_before() -> Iterator[None]:
     yield
     ours.setLevel(level)
     ours.handlers.clear()
+
+
+@pytest.fixture(autouse=True)
+def accelerate_as_before() -> Iterator[None]:
+    """The precision and the processes that one test's Accelerator has settled on no other test's has to take."""
+    yield
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()

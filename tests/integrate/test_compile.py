@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import compile_regions
 from transformers import Trainer, TrainingArguments
 
@@ -200,15 +199,8 @@ def test_trainers_torch_compile_is_left_to_the_plan(tmp_path: Path, bf16: bool, 
 
 def test_accelerates_dynamo_backend_is_left_to_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an accelerate config with ``dynamo_config`` sets it, through a raw loop."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    try:
-        accelerator = Accelerator(cpu=True)
-        model = DiscoPlugin(config()).prepare(accelerator, tiny_lora(**SMALL))
-        assert not isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
-        assert_same_step(model, tiny_lora(**SMALL))
-        assert stats(model)["steps_compiled"] == 1
-    finally:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
+    model = DiscoPlugin(config()).prepare(Accelerator(cpu=True), tiny_lora(**SMALL))
+    assert not isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
+    assert_same_step(model, tiny_lora(**SMALL))
+    assert stats(model)["steps_compiled"] == 1
