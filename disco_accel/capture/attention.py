@@ -1,8 +1,9 @@
-"""Attention without cuDNN's kernels: PyTorch prefers those for 16-bit numbers on some GPUs.
+"""What a capture asks of attention: other kernels than cuDNN's, and masks whose layout does not hang by their length.
 
-cuDNN makes a handle and a workspace of its own for each thread and stream, and builds a plan for each shape when it
-first meets it: memory that no schedule has. Steps are captured with the kernels that PyTorch takes next, flash or the
-memory-efficient ones, whose allocations are all PyTorch's.
+PyTorch prefers cuDNN's kernels for 16-bit numbers on some GPUs. cuDNN makes a handle and a workspace of its own for
+each thread and stream, and builds a plan for each shape when it first meets it: memory that no schedule has. Steps are
+captured with the kernels that PyTorch takes next, flash or the memory-efficient ones, whose allocations are all
+PyTorch's.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _lock = threading.RLock()
 _switched_off = False
 """The process has it switched off for a call, and the user does not."""
 
+_ALIGNED = 8
+"""Numbers: rows of a mask that PyTorch's memory-efficient attention takes as they are begin at multiples of these."""
 _OTHERS = ("_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled")
 
 
@@ -55,6 +58,33 @@ def cudnn_attention_off(device: torch.device) -> Iterator[None]:
     """The same for all threads of the process: a backward on a GPU, which recomputes, runs in PyTorch's own."""
     with _switched() if backend_of(device).has_cudnn else nullcontext():
         yield
+
+
+@contextmanager
+def masks_in_rows_of(columns: int) -> Iterator[None]:
+    """Attention that this thread computes inside reads masks of up to so many columns from rows that are as long for
+    each of them. PyTorch's memory-efficient kernel takes rows that begin at multiples of eight numbers, and else a copy
+    with padding: ops of one forward would differ from length to length. The values are PyTorch's own."""
+    with patched(torch.nn.functional, "scaled_dot_product_attention", functools.partial(_with_rows, columns)):
+        yield
+
+
+def _with_rows(columns: int, attention: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(attention)
+    def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if attn_mask is not None and attn_mask.shape[-1] == key.shape[-2] <= columns:
+            attn_mask = _in_rows(attn_mask, columns, query.dtype)
+        return attention(query, key, value, attn_mask, *args, **kwargs)
+
+    return attend
+
+
+def _in_rows(mask: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """``mask`` as numbers that are added, those of ``dtype`` if it hides or shows."""
+    hides = mask.dtype == torch.bool
+    shape = *mask.shape[:-1], -(-columns // _ALIGNED) * _ALIGNED
+    made = torch.zeros(shape, dtype=dtype if hides else mask.dtype, device=mask.device)[..., : mask.shape[-1]]
+    return made.masked_fill_(mask.logical_not(), -torch.inf) if hides else made.copy_(mask)
 
 
 def _switching(attention: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ integrate/hf/safetensors_file.py.
 | objects beside quantised weights | capture/parts.py | its modules wait: waiting_modules.py, capture_lock.py |
 | fake kernel of ``_grouped_mm`` | capture/fake_kernels.py | fall through to torch's own rule |
 | cuDNN's attention switched off | capture/attention.py | ``patched``; off for all, during each call of the capture's |
+| rows of attention's masks | capture/attention.py | get the original: ``patched`` |
 | messages of torch's fake tensors | capture/fake_kernels.py | are logged: a filter that asks for the thread |
 | torch.fx's note that it traces | capture/op_recorder.py | compiled functions that they call run uncompiled |
 | grad mode, autocast, dispatch modes, autograd's threads | capture/step.py | thread-local in PyTorch |

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, StaticCache
 
+from disco_accel.capture.attention import masks_in_rows_of
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.parts import named_parts
@@ -189,11 +191,12 @@ def _with_cache(
     cache = _cache_in_plan(state, batch)
     given = {name: value for name, value in batch.items() if name != _CACHE} | cache.arguments
     growing = growing_batch(given, parts) if cache.grows else None
+    rows = [] if growing is None else [functools.partial(masks_in_rows_of, max(growing.captured))]
     request = ForwardRequest(
         kind="growing forward" if growing else "forward",
         batch=given,
         trace=_tracer(model, forward, cache.traced),
-        contexts=lambda: hf_contexts(model, given),
+        contexts=lambda: [*hf_contexts(model, given), *rows],
         beside=cache.beside,
         releases=cache.releases,
         changed=lambda name: name.startswith(ARGUMENT),
