@@ -65,7 +65,8 @@ class _VaryingKernels:
     def __init__(self, plan: _VaryingPlan, table: OpTable, engine: Engine, storages: Mapping[int, int]) -> None:
         """``storages``: of inputs, in the op table."""
         self._between, self._table, self._engine = plan.between, table, engine
-        self._inputs = [(storages[vertex], *ends) for vertex, ends in plan.inputs.items()]
+        self._inputs = [(storages[vertex], ends) for vertex, ends in plan.inputs.items()]
+        self._layouts = frozenset(ends for _, ends in self._inputs)
         self._length: int | None = plan.between.longest
 
     def set_length(self, length: int) -> None:
@@ -77,8 +78,10 @@ class _VaryingKernels:
             raise ExecutionError(f"the plan is for lengths from {shortest} to {longest}, not {length}")
         self._length = None
         try:
-            for storage, *ends in self._inputs:
-                spec = self._between.spec_at(length, *ends)
+            # Most are keys or values of layers that are alike.
+            specs = {ends: self._between.spec_at(length, *ends) for ends in self._layouts}
+            for storage, ends in self._inputs:
+                spec = specs[ends]
                 self._table.resize_external(storage, _nbytes(spec))
                 self._engine.expect_layout(storage, spec.dtype, spec.shape, spec.stride)
             self._table.set_length(longest - length, longest - shortest)

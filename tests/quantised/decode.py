@@ -27,12 +27,15 @@ def model_of(nested: bool) -> Any:
 
 
 def generated(model: Any) -> list[torch.Tensor]:
-    """Token ids and logits."""
+    """Token ids and logits, with a cache that grows and then with a static one."""
     ids = random_batch(length=12)["input_ids"]
-    keys = {"cache_implementation": "static", "do_sample": False, "pad_token_id": 0, "max_new_tokens": 4}
+    keys = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 4}
     keys |= {"return_dict_in_generate": True, "output_logits": True}
-    made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **keys)
-    return [made.sequences, *made.logits]
+    found = []
+    for kind in (None, "static"):
+        made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), cache_implementation=kind, **keys)
+        found += [made.sequences, *made.logits]
+    return found
 
 
 def outcome(nested: bool, budget: str) -> dict[str, Any]:
@@ -45,6 +48,7 @@ def outcome(nested: bool, budget: str) -> dict[str, Any]:
     verify(step.graph, step.plan)
     return {
         "equal": len(got) == len(expected) and all(map(torch.equal, got, expected)),
+        "unplanned": stats(model)["forwards_unplanned"],
         "fallbacks": stats(model)["fallbacks"],
         "packed": sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name),
         "loaded": link_bytes(step.plan)[0],

@@ -13,6 +13,7 @@ import torch
 
 from disco_accel.errors import CaptureError
 from disco_accel.step.state import python_state
+from disco_accel.step.state import step_key as keys
 from disco_accel.step.state.step_key import is_packed, step_key
 from tests.support.models import random_batch, tiny_lora
 
@@ -281,3 +282,28 @@ def test_objects_that_forbid_to_be_looked_at_are_looked_at_without_asking_them()
     assert step_key(model, batch) == key
     model.odd.value = 1
     assert step_key(model, batch) != key
+
+
+def _other_bias(model: Any, _batch: Batch) -> None:
+    layer = model.base_model.model.model.layers[0].mlp.up_proj.base_layer
+    layer.bias = torch.nn.Parameter(torch.zeros(layer.out_features), requires_grad=False)
+
+
+def test_a_forward_walks_through_the_layers_after_a_change_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a first forward changes of packed weights hangs by modules, tensors and switches."""
+    model, batch = _start()
+    walks: list[torch.nn.Module] = []
+    monkeypatch.setattr(keys, "run_first_forward_changes", lambda model, _device, gradients: walks.append(model))
+
+    def walked(change: Change) -> bool:
+        before = len(walks)
+        change(model, batch)
+        for _ in range(3):
+            step_key(model, batch, forward_on=torch.device("cpu"))
+        assert len(walks) - before <= 1
+        return len(walks) > before
+
+    assert walked(lambda *_: None) and not walked(lambda *_: None) and not walked(_pad)
+    assert all(walked(change) for change in (_eval_one, _other_bias, _replace_module, _freeze_one))
+    step_key(model, batch)
+    assert not walked(lambda *_: None)

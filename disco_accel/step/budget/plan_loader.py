@@ -60,7 +60,7 @@ class PlanLoader:
                 return
             self._placement.note_writes(model)
             if not self.weights_seen.moved():
-                self._start_anew(model, step)
+                self._start_anew(model, step, step.frozen_of(model))
                 return
         self._placement.leave_written(model)
         before = self._left_whole(step)
@@ -70,6 +70,7 @@ class PlanLoader:
             # PEFT's merge of some adapters and the user's ``.data = `` put other tensors in the place of weights.
             self._placement.gather(step.captured.constants.values())
             step.follow(model)
+            frozen = step.frozen_of(model)
         needed = {
             device.id: arena_bytes(step.plan, device.id) for device in step.plan.devices if not device.is_host_device
         }
@@ -85,7 +86,7 @@ class PlanLoader:
         if step.loaded is None:
             self._memory.load(step)
         # What was unloaded meanwhile has left nothing.
-        self._start_anew(model, step, before if before is self._memory.current else None)
+        self._start_anew(model, step, frozen, before if before is self._memory.current else None)
         self._memory.current = step
         # Products in eager mode have left workspaces on other streams and threads.
         release_workspaces(self._memory.device)
@@ -156,13 +157,19 @@ class PlanLoader:
             before.settle()
         return before if before.executor.holds_residents() else None
 
-    def _start_anew(self, model: torch.nn.Module, step: CompiledStep, before: CompiledStep | None = None) -> None:
+    def _start_anew(
+        self,
+        model: torch.nn.Module,
+        step: CompiledStep,
+        frozen: Sequence[torch.Tensor],
+        before: CompiledStep | None = None,
+    ) -> None:
         """The next run of ``step`` loads its residents as the host holds them now, but for those that ``before`` has
-        left in place; writes are watched from here on."""
+        left in place; writes to ``frozen``, of ``frozen_of``, and other tensors are watched from here on."""
         if self.shards is not None:
             self.shards.refresh()
         # Watched before the older watch is asked: between the two no write goes by.
-        seen, watch = self.weights_seen, WatchedTensors(step.watched_of(model))
+        seen, watch = self.weights_seen, WatchedTensors(step.watched_of(model, frozen))
         found = [] if before is None else step.in_place_after(before)
         worth = sum(step.clean[vertex].numel() for vertex in found) > seen.hashed_bytes
         step.executor.invalidate(found if worth and not seen.changed() else ())

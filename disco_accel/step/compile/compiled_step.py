@@ -347,12 +347,12 @@ class CompiledStep:
             live_constant(self.captured, b) for b in self._host_constants
         ]
 
-    def watched_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
-        """All that the step loads from the host: ``frozen_of`` and tensors that a forward reads from elsewhere, such as
-        plain attributes, or other views of a weight's bytes."""
+    def watched_of(self, model: torch.nn.Module, frozen: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """All that the step loads from the host: ``frozen``, which ``frozen_of`` has found, and tensors that a forward
+        reads from elsewhere, such as plain attributes, or other views of a weight's bytes."""
         others = [*self.captured.constants.values(), *beside_weights(model)]
         # Several devices may load one.
-        watched = {id(tensor): tensor for tensor in self.frozen_of(model)}
+        watched = {id(tensor): tensor for tensor in frozen}
         watched |= {id(tensor): tensor for tensor in others if tensor.is_cpu and id(tensor) not in watched}
         return list(watched.values())
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource
-from disco_accel.capture.parts import run_first_forward_changes
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.native.host_memory import copied_from
 from disco_accel.step.budget.moving_budget import retry_on_budget_change
@@ -173,8 +172,7 @@ def _compiled(state: Session, model: torch.nn.Module, request: ForwardRequest) -
 
     what = "the reading of" if request.kind == PREFILL else "a forward without gradients on"
     what = f"{what} {batch_text(request.batch)}"
-    run_first_forward_changes(model, state.memory.device, gradients=False)
-    key = step_key(model, request.planned_for), request.kind
+    key = step_key(model, request.planned_for, forward_on=state.memory.device), request.kind
     _require_room(state, key)
     if state.budgets.plan_sets.knows(key):
         state.calls.new_shapes.met()

@@ -15,7 +15,7 @@ from torch.utils._device import DeviceContext
 from disco_accel.capture.attention import cudnn_attention_wanted
 from disco_accel.capture.autocast import autocast_state
 from disco_accel.capture.fake_inputs import PER_STEP_NUMBERS, batch_tensors
-from disco_accel.capture.parts import settle_states
+from disco_accel.capture.parts import run_first_forward_changes, settle_states
 from disco_accel.errors import CaptureError
 from disco_accel.native.backend import backend_of_kind
 from disco_accel.native.change_watch import ExecutedCode, no_zero
@@ -59,6 +59,8 @@ class ModelState:
     def __init__(self) -> None:
         self._last: PythonState | None = None
         self._before: PythonState | None = None
+        self._after_first: PythonState | None = None
+        """The state that ``look_at_forward`` has left."""
         self._names: frozenset[str] | None = None
         self._ran = False
         self._code: dict[types.CodeType, dict[str, Any]] = {}
@@ -96,6 +98,16 @@ class ModelState:
                 self._before = last if last is not None and last.holds_all_but_plain_values() else None
         number = self._numbers.get(self._last.digest)
         self.number = self._numbers[self._last.digest] = next(self._next) if number is None else number
+
+    def look_at_forward(self, model: torch.nn.Module, device: torch.device) -> None:
+        """As ``look``, after ``run_first_forward_changes`` without gradients. Its walk through the modules takes as
+        long as a token of a small model: what it goes by, layers' forwards read themselves, so that a model in one
+        state needs it once."""
+        self.look(model)
+        if self._last is not self._after_first:
+            run_first_forward_changes(model, device, gradients=False)
+            self.look(model)
+            self._after_first = self._last
 
     def for_backward(self) -> PythonState | None:
         """The state that a backward must find, if it runs Python code."""
@@ -148,14 +160,18 @@ def forget_state(model: torch.nn.Module) -> None:
     model.__dict__.pop(_STATE, None)
 
 
-def step_key(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> StepKey:
-    """The key of the step that ``model`` would run on this batch now. Cheap: called at every step.
+def step_key(model: torch.nn.Module, kwargs: Mapping[str, Any], *, forward_on: torch.device | None = None) -> StepKey:
+    """The key of the step that ``model`` would run on this batch now. Cheap: called at every step. ``forward_on``: the
+    step is a forward without gradients on this device, and layers are left as their first one leaves them.
 
     Raises:
         CaptureError: an argument of a kind that no key can describe, or a mode of PyTorch's that plans would escape.
     """
     state = model_state(model)
-    state.look(model)
+    if forward_on is None:
+        state.look(model)
+    else:
+        state.look_at_forward(model, forward_on)
     return StepKey(_arguments(kwargs), state.number)
 
 
