@@ -1,9 +1,8 @@
-"""What a capture asks of attention: other kernels than cuDNN's, and masks whose layout does not hang by their length.
+"""Attention while it is captured: without cuDNN's kernels, and with masks in rows of one length.
 
 PyTorch prefers cuDNN's kernels for 16-bit numbers on some GPUs. cuDNN makes a handle and a workspace of its own for
-each thread and stream, and builds a plan for each shape when it first meets it: memory that no schedule has. Steps are
-captured with the kernels that PyTorch takes next, flash or the memory-efficient ones, whose allocations are all
-PyTorch's.
+each thread and stream, and a plan for each shape that it meets. No schedule has that memory. Steps are captured with
+the kernels that PyTorch takes next, flash or the memory-efficient ones, whose allocations are all PyTorch's.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _switched_off = False
 """The process has it switched off for a call, and the user does not."""
 
 _ALIGNED = 8
-"""Numbers: rows of a mask that PyTorch's memory-efficient attention takes as they are begin at multiples of these."""
+"""Numbers: rows of masks begin at multiples of these for PyTorch's memory-efficient attention."""
 _OTHERS = ("_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled")
 
 
@@ -62,9 +61,10 @@ def cudnn_attention_off(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def masks_in_rows_of(columns: int) -> Iterator[None]:
-    """Attention that this thread computes inside reads masks of up to so many columns from rows that are as long for
-    each of them. PyTorch's memory-efficient kernel takes rows that begin at multiples of eight numbers, and else a copy
-    with padding: ops of one forward would differ from length to length. The values are PyTorch's own."""
+    """Attention that this thread computes inside gets masks of up to so many columns in rows of that length.
+
+    PyTorch's memory-efficient kernel needs rows that begin at multiples of eight numbers, and pads others: the ops of
+    one forward would differ from length to length. The values are PyTorch's own."""
     with patched(torch.nn.functional, "scaled_dot_product_attention", functools.partial(_with_rows, columns)):
         yield
 

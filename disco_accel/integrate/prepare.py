@@ -1,4 +1,4 @@
-"""``prepare(model, config)``: patch a model's forward on the instance so that training steps run from a plan."""
+"""``prepare(model, config)``: patch a model's forward on the instance so that its steps run from plans."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
     if in_capture():
         return _own_forward(state, args, kwargs)
-    if not torch.is_grad_enabled() or state.frozen_for_prefill is not None:
+    if not torch.is_grad_enabled() or state.frozen is not None:
         return _without_gradients(state, self, args, kwargs)
     state.memory.require_own_process()
     try:
@@ -149,15 +149,17 @@ def _own_forward(state: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @typed_out_of_memory("preparing the model")
 def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
-    """Patch ``model`` in place so that its training steps run from a memory plan; returns the same object.
+    """Patch ``model`` in place so that its training steps, and its forwards without gradients, run from memory plans;
+    returns the same object.
 
     The frozen weights move into one host arena (names, ``state_dict`` and saving keep working), the trainable ones to
-    the device that steps run on. Nothing is captured until the first training step. Preparing twice is harmless; a
-    different config replaces the first.
+    the device that steps run on. A model that is frozen as a whole has forwards alone, also outside of
+    ``torch.no_grad()``. Nothing is captured until the first step. Preparing twice is harmless; a different config
+    replaces the first.
 
     Raises:
-        ConfigError: a key of ``config`` does not fit this machine; no parameter can be trained; or weights are
-            quantised (with ``on_unsupported: eager`` such a model is left as it is).
+        ConfigError: a key of ``config`` does not fit this machine, or weights are quantised (with ``on_unsupported:
+            eager`` such a model is left as it is).
     """
     if not config.enabled:
         return model
@@ -166,13 +168,9 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
         return model
     state: Session | None = model.__dict__.get(STATE)
     if state is not None:
-        if state.setup.config == config and state.frozen_for_prefill is None:
+        if state.setup.config == config and (state.frozen is None or not (state.frozen or trains(model))):
             return model
         restore(model)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError(
-            "the model has no trainable parameter; add a LoRA adapter (peft.get_peft_model) before prepare()"
-        )
     try:
         require_known_weights(model)
     except ConfigError as error:
@@ -180,10 +178,18 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
             raise
         logger.warning("the model is left as it is, outside the memory budget: %s", error)
         return model
+    if not trains(model):
+        prepare_frozen(model, config)
+        return model
     state = _session(model, config)
     run_first_forward_changes(model, state.memory.device, gradients=True)
     _attach(state, model)
     return model
+
+
+def trains(model: torch.nn.Module) -> bool:
+    """Whether a parameter of ``model`` is not frozen."""
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def prepare_frozen(model: torch.nn.Module, config: DiscoConfig) -> Session:
@@ -195,8 +201,8 @@ def prepare_frozen(model: torch.nn.Module, config: DiscoConfig) -> Session:
     require_known_weights(model)
     state = _session(model, config, trains=False)
     run_first_forward_changes(model, state.memory.device, gradients=False)
-    state.frozen_for_prefill = [p for p in model.parameters() if p.requires_grad]
-    for parameter in state.frozen_for_prefill:
+    state.frozen = [p for p in model.parameters() if p.requires_grad]
+    for parameter in state.frozen:
         parameter.requires_grad_(False)
     _attach(state, model)
     return state
@@ -237,7 +243,7 @@ def _attach(state: Session, model: torch.nn.Module) -> None:
         state.close()
         state.placement.undo()
         raise
-    if state.frozen_for_prefill is None:
+    if state.frozen is None:
         _follow_optimizers(state, model)
     model.__dict__[STATE] = state
     generation.install(state, model)
@@ -279,7 +285,7 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     for undo in state.on_restore:
         undo()
     state.placement.undo()
-    for parameter in state.frozen_for_prefill or ():
+    for parameter in state.frozen or ():
         parameter.requires_grad_(True)
     original = state.calls.forward
     if isinstance(original, types.MethodType) and original.__func__ is type(model).forward:

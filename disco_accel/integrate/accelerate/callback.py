@@ -9,9 +9,10 @@ from accelerate.state import AcceleratorState
 from transformers import TrainerCallback
 
 from disco_accel.config.settings import DiscoConfig
+from disco_accel.errors import ConfigError
 from disco_accel.integrate.accelerate.patches import leave_to_plans
 from disco_accel.integrate.accelerate.trainer_runs import follow_trainers
-from disco_accel.integrate.prepare import prepare, settle
+from disco_accel.integrate.prepare import prepare, settle, trains
 from disco_accel.step.placement.distributed import check_engine, config_under
 from disco_accel.step.run.session import find_state
 
@@ -35,6 +36,10 @@ class DiscoCallback(TrainerCallback):
         return control
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if self.config.enabled and not trains(kwargs["model"]):
+            raise ConfigError(
+                "the model has no trainable parameter; add a LoRA adapter (peft.get_peft_model) before train()"
+            )
         # Covers a callback added after the Trainer was built; harmless where the model is prepared already.
         prepare(kwargs["model"], self.config)
         return control

@@ -131,7 +131,7 @@ def _state_of(model: torch.nn.Module, config: DiscoConfig | None) -> Session:
     if not config.enabled:
         raise ConfigError("enabled: false switches planning off; call the model itself")
     if state is not None:
-        if state.frozen_for_prefill is None:
+        if state.frozen is None:
             raise ConfigError(
                 "config: the model is prepared for training with another one; leave config out, "
                 "or call prepare(model, config)"

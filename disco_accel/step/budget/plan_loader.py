@@ -165,7 +165,7 @@ class PlanLoader:
         before: CompiledStep | None = None,
     ) -> None:
         """The next run of ``step`` loads its residents as the host holds them now, but for those that ``before`` has
-        left in place; writes to ``frozen``, of ``frozen_of``, and other tensors are watched from here on."""
+        left in place. Writes are watched from here on. ``frozen``: as ``frozen_of`` returns them now."""
         if self.shards is not None:
             self.shards.refresh()
         # Watched before the older watch is asked: between the two no write goes by.

@@ -150,8 +150,8 @@ class Session:
         casts = CastRegions(model, lambda: updates.waiting, say_once if config.on_unsupported == "eager" else None)
         usage = UsageByStep(frontend.usual_outputs)
         self.calls = _ModelCalls(model.forward, binder_of(model), gate, usage, casts, verifier)
-        self.frozen_for_prefill: list[torch.nn.Parameter] | None = None
-        """The parameters that ``prepare_frozen`` froze; None in training."""
+        self.frozen: list[torch.nn.Parameter] | None = None
+        """Of a model that has forwards alone, the parameters that ``prepare_frozen`` froze; None if it is trained."""
         self.on_restore: list[Callable[[], None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

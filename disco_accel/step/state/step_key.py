@@ -100,9 +100,8 @@ class ModelState:
         self.number = self._numbers[self._last.digest] = next(self._next) if number is None else number
 
     def look_at_forward(self, model: torch.nn.Module, device: torch.device) -> None:
-        """As ``look``, after ``run_first_forward_changes`` without gradients. Its walk through the modules takes as
-        long as a token of a small model: what it goes by, layers' forwards read themselves, so that a model in one
-        state needs it once."""
+        """As ``look``, after ``run_first_forward_changes`` without gradients, once for each state of the model. All
+        that it goes by, the layers' forwards read too. Its walk takes as long as a token of a small model."""
         self.look(model)
         if self._last is not self._after_first:
             run_first_forward_changes(model, device, gradients=False)
@@ -162,7 +161,7 @@ def forget_state(model: torch.nn.Module) -> None:
 
 def step_key(model: torch.nn.Module, kwargs: Mapping[str, Any], *, forward_on: torch.device | None = None) -> StepKey:
     """The key of the step that ``model`` would run on this batch now. Cheap: called at every step. ``forward_on``: the
-    step is a forward without gradients on this device, and layers are left as their first one leaves them.
+    device of a forward without gradients. Layers are left as their first such forward leaves them.
 
     Raises:
         CaptureError: an argument of a kind that no key can describe, or a mode of PyTorch's that plans would escape.
