@@ -1,8 +1,9 @@
-"""Threads that work beside a program, and end with the interpreter of the process that started them.
+"""Threads that work beside a program, and end with the interpreter of the process that started them; Ctrl-C in the main
+one.
 
-They are stopped and waited for before the interpreter goes down. CPython up to 3.13 ends a thread that asks for its
-lock after that by unwinding the thread's stack. C++ code there, such as an op of PyTorch's, then aborts the process:
-"terminate called without an active exception".
+The threads are stopped and waited for before the interpreter goes down. CPython up to 3.13 ends a thread that asks for
+its lock after that by unwinding the thread's stack. C++ code there, such as an op of PyTorch's, then aborts the
+process: "terminate called without an active exception".
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 logger = logging.getLogger("disco_accel")
 
@@ -53,6 +56,24 @@ def _run(work: Callable[..., None], given: tuple[object, ...]) -> None:
         work(*given)
     finally:
         _running.pop(threading.current_thread(), None)
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Ctrl-C comes when this ends. Around calls of C++ classes with arguments of any type: PyTorch drops an exception
+    that a signal's handler raises while it converts one, and reports the argument."""
+    handler: Any = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(handler):
+        yield
+        return
+    told: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *of: told.append(of))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if told:
+            handler(*told[0])
 
 
 def _end() -> None:

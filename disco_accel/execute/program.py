@@ -45,6 +45,7 @@ from disco_accel.native.op_encoding import (
     encode_spec,
     label,
 )
+from disco_accel.threads import interrupts_wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +159,9 @@ def lower(
     shortest: Mapping[int, tuple[OpCall, OpRecord]],
 ) -> Tables:
     """Fill the op table ``ops`` for ``graph`` and return the tables. ``shortest``: of kernels that depend on a length,
-    at the shortest. Raises ExecutionError naming the vertex whose memory or call is missing."""
-    return _Lowering(graph, calls, records, memory, ops, shortest).run()
+    at the shortest. Raises ExecutionError naming the vertex whose memory or call is missing. Ctrl-C waits for it."""
+    with interrupts_wait():
+        return _Lowering(graph, calls, records, memory, ops, shortest).run()
 
 
 class _Lowering:
