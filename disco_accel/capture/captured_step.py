@@ -15,7 +15,7 @@ from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.lengths import _Lengths
 from disco_accel.graph.passes import AppliedPass, GraphPass, applied_pass, run_passes
 from disco_accel.graph.taskgraph import Ref, RngSite, TaskGraph, TensorSpec
-from disco_accel.graph.values import is_foreign
+from disco_accel.graph.values import is_foreign, never_changes
 
 
 class InputSource(enum.StrEnum):
@@ -109,6 +109,18 @@ class CapturedStep:
     structure: Any = None
     offered: frozenset[int] = frozenset()
     lengths: _Lengths | None = None
+
+    @functools.cached_property
+    def lasting_weights(self) -> tuple[InputBinding, ...]:
+        """Weights and buffers whose copy on the device is good for the next step too, until they are written to. In a
+        forward alone trained weights may be among them, if they are on the host."""
+        lasting = {vertex.id for vertex in self.graph.vertices if never_changes(vertex)}
+        return tuple(
+            binding
+            for binding in self.bindings
+            if binding.source in (InputSource.FROZEN, InputSource.BUFFER)
+            or (binding.source is InputSource.TRAINABLE and binding.vertex in lasting)
+        )
 
     @functools.cached_property
     def at_home(self) -> frozenset[int]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from disco_accel.capture.captured_step import CapturedStep, InputSource
+from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import TaskGraph
@@ -78,8 +78,7 @@ def _on_one_device(devices: Sequence[Space]) -> bool:
 
 def _named(captured: CapturedStep) -> dict[int, str]:
     """By INPUT, the names of weights and buffers that are loaded whole."""
-    sources = InputSource.FROZEN, InputSource.BUFFER
-    return {b.vertex: b.name for b in captured.bindings if b.source in sources and b.parts == 1}
+    return {b.vertex: b.name for b in captured.lasting_weights if b.parts == 1}
 
 
 def shared_boundary(boundary: Boundary, captured: CapturedStep, graph: TaskGraph) -> _SharedBoundary | None:

@@ -180,8 +180,8 @@ def host_memory_parts(
     hosts = host_devices(graph.devices)
     on_device = {device.id for device in graph.devices}.difference(hosts)
     weights = [v for v in graph.vertices if host_copy_exists(v) and v.space in on_device and v.id not in copies]
-    host_updated = sum(v.sizes[0] for v in weights if not outlives_step(v))
-    trained = TrainedBytes(host_updated, sum(v.sizes[0] for v in weights) - host_updated, min(rounded, host_updated))
+    updated = sum(v.sizes[0] for v in weights if not outlives_step(v) or v.op == InputSource.TRAINABLE)
+    trained = TrainedBytes(updated, sum(v.sizes[0] for v in weights) - updated, min(rounded, updated))
     parts = {"frozen": trained.frozen, "trained": trained.weights}
     if trained.masters:
         parts["masters"] = trained.masters

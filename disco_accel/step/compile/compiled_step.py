@@ -336,14 +336,14 @@ class CompiledStep:
         return limits
 
     def frozen_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
-        """The frozen weights and buffers of ``model`` that the step reads, and constants that lie on the host.
+        """``lasting_weights`` of ``model`` that the step reads, and constants that lie on the host.
 
         Raises:
             CaptureError: a constant has another layout than when the step was captured.
         """
         settle_states(model)
         named = {part.name: part.tensor for part in named_parts(model, remove_duplicate=False)}
-        return [named[b.name] for b in self.vertices_of(InputSource.FROZEN, InputSource.BUFFER)] + [
+        return [named[b.name] for b in self.captured.lasting_weights] + [
             live_constant(self.captured, b) for b in self._host_constants
         ]
 
@@ -367,7 +367,7 @@ class CompiledStep:
 
     def moved(self, frozen: Sequence[torch.Tensor]) -> bool:
         """Whether a tensor of ``frozen_of`` the model lies elsewhere than where the plan loads it from."""
-        bindings = [*self.vertices_of(InputSource.FROZEN, InputSource.BUFFER), *self._host_constants]
+        bindings = [*self.captured.lasting_weights, *self._host_constants]
         return any(self._elsewhere(b, tensor) for b, tensor in zip(bindings, frozen, strict=True))
 
     def _elsewhere(self, binding: InputBinding, tensor: torch.Tensor) -> bool:
