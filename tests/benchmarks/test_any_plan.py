@@ -17,8 +17,8 @@ from disco_accel.simulate.simulator import Link, Machine
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    config = DiscoConfig(memory_budget=2 << 20, compute_threads=1, link_bandwidth=1e8, planner="build", plan_cache=None)
-    return Pair(Shape(hidden=128, layers=3, tokens=16), config)
+    config = DiscoConfig(memory_budget=3 << 19, compute_threads=1, link_bandwidth=1e8, planner="build", plan_cache=None)
+    return Pair(Shape(hidden=128, layers=2, tokens=16), config)
 
 
 def test_every_kernel_of_a_step_is_measured(pair: Pair) -> None:

@@ -21,13 +21,13 @@ from tests.integrate.test_prefill import assert_same_cache, generated, prompt
 from tests.integrate.test_shared_weights import apart
 from tests.support.models import family_lora
 
-pytestmark = pytest.mark.usefixtures("random_order", "brief_search")
+pytestmark = pytest.mark.usefixtures("random_order")
 
 
 @pytest.fixture(autouse=True)
 def few_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``auto`` tries up to a quarter of the chunks that users get: those of most take longest to write out."""
-    monkeypatch.setattr(planned_step, "MOST_CHUNKS", MOST_CHUNKS // 4)
+    """``auto`` tries up to an eighth of the chunks that users get: those of most take longest to write out."""
+    monkeypatch.setattr(planned_step, "MOST_CHUNKS", MOST_CHUNKS // 8)
 
 
 def config(budget: int | str, chunks: int | str, **keys: Any) -> DiscoConfig:

@@ -1,7 +1,7 @@
 """Two processes train under plans, in DDP and in DeepSpeed's engine, to the bits that they reach without plans; so does
 one process in DeepSpeed's engine.
 
-Each entry is used once; the script in the launched processes compares case by case.
+Each entry is used once, for the cases that are tested; the script in the launched processes compares case by case.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -84,12 +86,12 @@ def environment() -> dict[str, str]:
     }
 
 
-def launch(entry: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def launch(entry: str, cases: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
     """Files of a user's folder are JSON, which YAML parsers read too."""
     (folder / "processes.py").write_text(SCRIPT.read_text())
     (folder / "disco.yaml").write_text(json.dumps(TWO_PROCESSES | {"disco_config": OURS}, indent=1))
     (folder / "ds.json").write_text(json.dumps(OFFLOADING | {"disco_config": OURS}))
-    command, *rest = [*LAUNCHES[entry].split(), "--main_process_port", "0", "processes.py", entry]
+    command, *rest = [*LAUNCHES[entry].split(), "--main_process_port", "0", "processes.py", entry, *cases]
     variables = environment() | {"XDG_RUNTIME_DIR": str(folder)}
     if entry != "ddp":
         # It would keep accelerate from using DeepSpeed.
@@ -98,12 +100,25 @@ def launch(entry: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, timeout=1500)
 
 
-@cache
-def results(entry: str) -> list[dict[str, Any]]:
-    import tempfile
+Results = Callable[[str], list[dict[str, Any]]]
 
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> Results:
+    """What the processes of an entry found, each of them in all cases of the entry that are tested in this run."""
+    tested: dict[str, list[str]] = {entry: [] for entry in LAUNCHES}
+    for item in request.session.items:
+        if item.path == request.path and isinstance(item, pytest.Function):
+            given = item.callspec.params
+            tested[given.get("entry", "alone")].append(given.get("case", "home"))
+    return lambda entry: found_in(entry, tuple(tested[entry]))
+
+
+@cache
+def found_in(entry: str, cases: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A dictionary of each process of ``entry``, with what it found in each of the ``cases``."""
     with tempfile.TemporaryDirectory() as name:
-        done = launch(entry, Path(name))
+        done = launch(entry, cases, Path(name))
         assert done.returncode == 0, f"{sorted(os.listdir(name))}\n{done.stdout[-1000:]}\n{done.stderr}"
         if entry != "ddp":
             assert done.stderr.count("planned instead") == 4, done.stderr
@@ -121,7 +136,7 @@ def check(found: dict[str, Any], plans: int = 1) -> None:
 @pytest.mark.parametrize(
     ("entry", "case"), [*(("ddp", case) for case in DDP_CASES), *(("deepspeed", case) for case in DEEPSPEED_CASES)]
 )
-def test_two_processes_train_to_the_bits_of_a_run_without_plans(entry: str, case: str) -> None:
+def test_two_processes_train_to_the_bits_of_a_run_without_plans(entry: str, case: str, results: Results) -> None:
     """Losses and all weights after accumulation, clipping and AdamW; resumed: those of the uninterrupted run too.
 
     The processes begin with different weights and get different batches, so that nothing is equal by chance.
@@ -137,7 +152,7 @@ def test_two_processes_train_to_the_bits_of_a_run_without_plans(entry: str, case
 
 
 @pytest.mark.parametrize("case", ALONE_CASES)
-def test_one_process_in_deepspeed_trains_to_the_bits_of_a_run_without_plans(case: str) -> None:
+def test_one_process_in_deepspeed_trains_to_the_bits_of_a_run_without_plans(case: str, results: Results) -> None:
     """As above; no gradient meets another process's."""
     pytest.importorskip("deepspeed")
     (result,) = results("alone")
@@ -146,7 +161,7 @@ def test_one_process_in_deepspeed_trains_to_the_bits_of_a_run_without_plans(case
 
 
 @pytest.mark.parametrize("entry", ["ddp", "deepspeed"])
-def test_weights_that_stay_home_are_compared_in_place_of_broadcast(entry: str) -> None:
+def test_weights_that_stay_home_are_compared_in_place_of_broadcast(entry: str, results: Results) -> None:
     """As on a machine where the base is in host memory and the adapter on a device, which no collective takes."""
     if entry == "deepspeed":
         pytest.importorskip("deepspeed")

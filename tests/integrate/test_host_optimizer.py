@@ -20,7 +20,6 @@ from disco_accel.errors import BudgetTooSmall
 from tests.integrate.fp32_copies import Copies, assert_same
 from tests.support.models import family_full, random_batch
 
-pytestmark = pytest.mark.usefixtures("brief_search")
 STEPS, ACCUMULATED = 5, 2
 TWICE_LLAMA = 2 * 98944
 """Bytes: twice the weights of the small Llama."""

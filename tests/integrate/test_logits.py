@@ -15,7 +15,6 @@ from disco_accel.errors import BudgetTooSmall, ExecutionError
 from disco_accel.step.run.session import current_step
 from tests.support.models import random_batch, tiny_lora
 
-pytestmark = pytest.mark.usefixtures("brief_search")
 Loss = Callable[[Any, int], torch.Tensor]
 AMPLE = 1 << 30
 

@@ -60,9 +60,9 @@ def least_budget(model: torch.nn.Module) -> int:
 
 
 @functools.cache
-def least_of_three_layers() -> int:
-    """``least_budget`` of a checkpointed Llama with three layers."""
-    return least_budget(tiny_lora(checkpointing=True, layers=3))
+def least_of_two_layers() -> int:
+    """``least_budget`` of a checkpointed Llama with two layers."""
+    return least_budget(tiny_lora(checkpointing=True, layers=2))
 
 
 # Every two of the three choices meet.
@@ -92,7 +92,7 @@ def test_training_is_bitwise_eager_at_three_budgets(family: str, checkpointing: 
 def test_least_budget_reloads_weights() -> None:
     """At the least budget the step really streams weights, and a tenth less is refused. In one byte less there may be a
     plan that keeps a value: the refusal names a budget in which all is computed again."""
-    make = lambda: tiny_lora(checkpointing=True, layers=4)  # noqa: E731
+    make = lambda: tiny_lora(checkpointing=True, layers=2)  # noqa: E731
     least = least_budget(make())
     model = prepare(make(), config(least))
     train(model, steps=1)
@@ -108,8 +108,8 @@ def test_least_budget_reloads_weights() -> None:
 )
 def test_any_schedule_gives_the_same_bits(dispatch: str, lookahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan fixes the numbers; dispatch order and look-ahead do not."""
-    make = lambda: tiny_lora(checkpointing=True, layers=3)  # noqa: E731
-    model = prepare(make(), config(2 * least_of_three_layers(), lookahead=lookahead))
+    make = lambda: tiny_lora(checkpointing=True, layers=2)  # noqa: E731
+    model = prepare(make(), config(2 * least_of_two_layers(), lookahead=lookahead))
     monkeypatch.setattr(Session, "engine", {"dispatch": dispatch})
     assert_same(train(model), train(make()))
 

@@ -25,7 +25,7 @@ from tests.integrate.generators import assert_same, assert_same_step, gradients
 from tests.support.models import TEN_FAMILIES, family_full, family_lora, random_batch
 
 BF16, FP32 = torch.bfloat16, torch.float32
-pytestmark = pytest.mark.usefixtures("random_order", "brief_search")
+pytestmark = pytest.mark.usefixtures("random_order")
 
 
 def config(devices: int, parallel: str, budget: int | str = "4MiB", **keys: Any) -> DiscoConfig:

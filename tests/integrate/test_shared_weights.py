@@ -25,7 +25,7 @@ from tests.support.models import family_full, family_lora, random_batch
 from tests.support.unwatched import without_watching_writes
 
 BF16, FP32 = torch.bfloat16, torch.float32
-pytestmark = pytest.mark.usefixtures("random_order", "brief_search")
+pytestmark = pytest.mark.usefixtures("random_order")
 FINE = 3e-6
 """Of gradients in fp32: one device is up to as far from float64."""
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")

@@ -74,7 +74,7 @@ def test_a_maker_killed_between_its_lines_leaves_nothing_half(folder: Path) -> N
     """Whoever comes next makes the copy, and waits for no lock."""
     lines = _lines_of(folder)
     assert len(lines) > 80
-    for line in turns.one_in(4, lines):
+    for line in turns.one_in(12, lines):
         assert _killed_before(line, folder) == signal.SIGKILL, line
         after = Shared(folder)
         assert after.is_new and not after.said, line
@@ -86,7 +86,7 @@ def test_a_maker_killed_between_its_lines_leaves_nothing_half(folder: Path) -> N
 
 def test_a_reader_killed_between_any_two_lines_harms_nobody(folder: Path) -> None:
     holder = Shared(folder)
-    for line in turns.one_in(8, _lines_of(folder)):
+    for line in turns.one_in(16, _lines_of(folder)):
         assert _killed_before(line, folder) == signal.SIGKILL, line
         again = Shared(folder)
         assert not again.is_new and not again.said, line

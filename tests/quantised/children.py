@@ -17,6 +17,8 @@ from tests.support import forkserver
 ROOT = Path(__file__).resolve().parents[2]
 APART = Path(sys.prefix) / "quantised"
 """Where ``make setup`` puts the libraries."""
+IMPORTED = (*forkserver.HEAVY, "disco_accel.integrate.prepare", "tests.support.quantised")
+"""What nearly every script imports, the libraries among them."""
 
 
 def environment() -> dict[str, str]:
@@ -34,7 +36,7 @@ def lines_of(script: str, *arguments: str, seconds: float = 1500) -> list[dict[s
     variables = environment()
     paths = tuple(variables["PYTHONPATH"].split(os.pathsep))
     done = subprocess.run(
-        [str(forkserver.start(paths) / "python"), str(Path(__file__).parent / script), *arguments],
+        [str(forkserver.start(paths, IMPORTED) / "python"), str(Path(__file__).parent / script), *arguments],
         env=variables,
         cwd=ROOT,
         capture_output=True,

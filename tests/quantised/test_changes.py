@@ -7,11 +7,8 @@ import pytest
 from tests.quantised.children import lines_of
 from tests.quantised.edits import CHANGES, moments
 
-FORMS = {
-    "bitsandbytes": ("bitsandbytes NF4", "bitsandbytes NF4, double", "bitsandbytes int8", "bitsandbytes NF4 experts"),
-    "others": ("torchao int8", "hqq 4 bits", "quanto int8"),
-}
-"""One process each: imports take longer than most of what is done in it."""
+BITSANDBYTES = ("bitsandbytes NF4", "bitsandbytes NF4, double", "bitsandbytes int8", "bitsandbytes NF4 experts")
+FORMS = (*BITSANDBYTES, "torchao int8", "hqq 4 bits", "quanto int8")
 REFUSED: dict[tuple[str, str], str] = {
     # The weight that it loads wants a gradient.
     ("quanto int8", "load_state_dict"): "cannot be trained under a plan; freeze it",
@@ -21,19 +18,19 @@ REFUSED: dict[tuple[str, str], str] = {
     # Each of the two layers puts its own bytes under it, in turn.
     ("bitsandbytes int8", "other layer's Parameter"): "puts other data into a tensor of shape",
     # Only on CPUs for which bitsandbytes repacks weights, which pass no gradient on from then on.
-    **{(form, "evaluated"): "no trainable parameter reaches the loss" for form in FORMS["bitsandbytes"]},
+    **{(form, "evaluated"): "no trainable parameter reaches the loss" for form in BITSANDBYTES},
     # Eager's own error: what is stored is of another dtype than what comes in.
     **{("hqq 4 bits", name): "same dtype" for name in ("to dtype", "float()")},
 }
 """Form and change → a part of the message with which the step after it is refused, on some machines at least."""
 
 
-@pytest.mark.parametrize("process", FORMS)
-def test_each_change_of_a_quantised_layer_is_followed_or_refused(process: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_each_change_of_a_quantised_layer_is_followed_or_refused(form: str) -> None:
     """Between two steps, between forward and backward, and some before ``prepare``; whatever came of it, the next step
     is right or refused."""
-    results = lines_of("changes.py", *FORMS[process])
-    wanted = [(name, moment) for form in FORMS[process] for name in CHANGES[form] for moment in moments(name)]
+    results = lines_of("changes.py", form)
+    wanted = [(name, moment) for name in CHANGES[form] for moment in moments(name)]
     assert [(r["change"], r["moment"]) for r in results] == wanted
     for result in results:
         what = result["form"], result["change"]

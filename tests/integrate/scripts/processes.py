@@ -1,6 +1,7 @@
 """Trains in a process that an entry point started, each case without plans and then with them, and compares.
 
-``processes.py ddp``, ``processes.py deepspeed`` or ``processes.py alone``; each process writes ``result-<rank>.json``.
+``processes.py ddp CASE...``, or ``deepspeed`` or ``alone`` in place of ``ddp``; each process writes
+``result-<rank>.json``. The case ``home`` compares weights that stay home.
 """
 
 import json
@@ -219,7 +220,12 @@ ALONE = {name: DEEPSPEED[name] for name in ("stage 0", "stage 1 resumed", "stage
 
 def main() -> None:
     results: dict[str, Any] = {}
-    for name, (plain, planned) in {"ddp": DDP, "deepspeed": DEEPSPEED, "alone": ALONE}[sys.argv[1]].items():
+    entry, *cases = sys.argv[1:]
+    for name in cases:
+        if name == "home":
+            results[name] = home(**(ds_options(1) if entry == "deepspeed" else {}))
+            continue
+        plain, planned = {"ddp": DDP, "deepspeed": DEEPSPEED, "alone": ALONE}[entry][name]
         os.environ["DISCO_ENABLED"] = "false"
         expected = plain()
         os.environ["DISCO_ENABLED"] = "true"
@@ -233,8 +239,6 @@ def main() -> None:
             "losses": found[0],
             "weights": [float(p.double().sum()).hex() for p in found[1].values()],
         }
-    if sys.argv[1] != "alone":
-        results["home"] = home(**(ds_options(1) if sys.argv[1] == "deepspeed" else {}))
     results["processes"] = dist.get_world_size()
     Path(f"result-{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
