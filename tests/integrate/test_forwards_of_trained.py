@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.native.host_memory import writes_are_watched
-from disco_accel.step.compile import conductor
+from disco_accel.step.run import forwards
 from tests.integrate.forward_pairs import assert_equal
 from tests.support.models import random_batch
 
@@ -71,7 +71,7 @@ def assert_planned(model: Any) -> None:
 @pytest.mark.parametrize("watched", [True, False] if WATCHED else [False])
 def test_a_forward_loads_the_weights_that_do_not_fit(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no kernel tells of writes each weight is loaded each time."""
-    monkeypatch.setattr(conductor, "writes_are_watched", lambda: watched)
+    monkeypatch.setattr(forwards, "writes_are_watched", lambda: watched)
     planned, eager = pair()
     weights = sum(p.nbytes for p in eager.parameters())
     for seed in range(3):

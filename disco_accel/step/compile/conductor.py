@@ -25,13 +25,12 @@ from disco_accel.graph.lengths import _Lengths
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.spaces import BETWEEN_DEVICES, NAME_OF, TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.graph.traits import FOREIGN, FROZEN, Traits
+from disco_accel.graph.traits import FOREIGN, Traits
 from disco_accel.measure.costs import Measured
 from disco_accel.measure.fused_kernels import fusing_on
 from disco_accel.measure.record import OpRecord
 from disco_accel.measure.record_lengths import records_at_ends
 from disco_accel.native.backend import backend_of, run_device
-from disco_accel.native.host_memory import writes_are_watched
 from disco_accel.plan import Machine
 from disco_accel.plan.plan_cache import PlanCache
 from disco_accel.simulate.machine import DEFAULT_LINKS, Link
@@ -182,7 +181,7 @@ def compile_forward(
             device=device,
             outside=lambda _: True,
             changed=changed,
-            trained=_between_updates(options.trained),
+            trained=options.trained,
             rewrite=sharing.of_one,
         )
         return replace(captured, structure=structure())
@@ -198,12 +197,6 @@ def compile_forward(
     outputs = sum(leaving_bytes(captured).values()) + beside(captured)
     on_device = {name: tensor for name, tensor in batch_tensors(kwargs).items() if name not in at_home}
     return _compile(model, whole_step(captured, sharing), sharing, on_device, outputs, options, began)
-
-
-def _between_updates(trained: Traits) -> Traits:
-    """The traits of trained weights in forwards: an optimizer's writes are seen, as those to frozen weights are, and
-    until then a weight need not be loaded again. To look for them by reading would take as long as a load."""
-    return FROZEN if trained.host_has_it and writes_are_watched() else trained
 
 
 def _compile(

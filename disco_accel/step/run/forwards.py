@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.native.host_memory import copied_from
+from disco_accel.graph.traits import FROZEN, Traits
+from disco_accel.native.host_memory import copied_from, writes_are_watched
 from disco_accel.step.budget.moving_budget import retry_on_budget_change
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.conductor import CompileOptions, compile_forward
@@ -158,6 +159,7 @@ def _compiled(state: Session, model: torch.nn.Module, request: ForwardRequest) -
     traced, growing = _TracedForward(request.trace), request.growing
 
     def compiler(options: CompileOptions) -> CompiledStep:
+        options = replace(options, trained=_between_updates(state, model, options.trained))
         return compile_forward(
             model,
             request.planned_for,
@@ -184,6 +186,15 @@ def _compiled(state: Session, model: torch.nn.Module, request: ForwardRequest) -
         # The search takes as long as a plan's, and an evaluation goes on without one.
         state.calls.too_small[key] = state.budgets.grant.total, error.with_traceback(None)
         raise
+
+
+def _between_updates(state: Session, model: torch.nn.Module, trained: Traits) -> Traits:
+    """The traits of trained weights in forwards. An optimizer's writes to pages that are watched are seen, as those to
+    frozen weights are: until then a weight need not be loaded again. To read it would take as long as a load."""
+    if not (trained.host_has_it and writes_are_watched()):
+        return trained
+    weights = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return FROZEN if all(map(state.placement.holds, weights)) else trained
 
 
 def _require_room(state: Session, key: tuple[Hashable, ...]) -> None:
