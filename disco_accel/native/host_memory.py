@@ -304,7 +304,6 @@ def expect_rewrite(tensors: Sequence[torch.Tensor]) -> None:
     torch.ops.disco_accel.expect_rewrite_of(list(tensors))
 
 
-@functools.cache
 def writes_are_watched() -> bool:
     """Whether this kernel tells which pages of new arenas are written to (Linux 6.7, and the right to userfaultfd)."""
     load_extension()

@@ -57,9 +57,10 @@ class ProgressMessages(Observer):
                 f"gradients {format_size(sizes.gradients)}, two moments {format_size(sizes.moments)}; "
                 f"{format_size(sizes.gradients)} more where autograd adds to gradients)"
             )
+        trained = f"{format_size(sizes.weights)} are trained{there}" if sizes.weights else "no parameter is trained"
         say(
-            f"{self.name}: {format_size(sizes.frozen)} of frozen weights go to the host, {format_size(sizes.weights)} "
-            f"are trained{there}; budget {format_size(budget)} on {device.type}"
+            f"{self.name}: {format_size(sizes.frozen)} of frozen weights go to the host, {trained}; budget "
+            f"{format_size(budget)} on {device.type}"
         )
         if why:
             say(f"{self.name}: {why}")
