@@ -98,16 +98,24 @@ def sample(items: list[pytest.Item], *, whole: bool) -> None:
     """Mark two thirds of the cases of each test in sampled.txt as long, or all but one in as many as its line says.
 
     The turn says which ones stay: neighbours in an order that hangs by the cases' names, so that one more case moves
-    few others. If the items are the ``whole`` suite's, each of these tests must be there."""
+    few others. A test without cases stays in as many turns as one of its cases would. If the items are the ``whole``
+    suite's, each of these tests must be there."""
     lines = (ROOT / "tests" / "sampled.txt").read_text().splitlines()
     shares = {name: int(share or 3) for name, _, share in (line.partition(" ") for line in lines)}
     cases: dict[str, list[pytest.Item]] = {name: [] for name in shares}
+    alone = set()
     for item in items:
         name, parameters, _ = item.nodeid.removeprefix("tests/").partition("[")
-        if parameters and name in cases:
+        if name not in cases:
+            continue
+        if parameters:
             cases[name].append(item)
+        else:
+            alone.add(name)
+            if (turns.number() + zlib.crc32(name.encode())) % shares[name]:
+                item.add_marker(pytest.mark.long)
     for name, found in cases.items():
-        assert found or not whole, f"tests/sampled.txt names {name}, which has no cases"
+        assert found or name in alone or not whole, f"tests/sampled.txt names {name}, which is no test"
         found.sort(key=lambda item: zlib.crc32(item.name.encode()))
         kept = max(1, round(len(found) / shares[name]))
         first = turns.number() % max(1, len(found))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from disco_accel.capture.captured_step import CapturedStep, InputSource
 from disco_accel.errors import CaptureError
-from disco_accel.graph.lengths import STATIC, _Between, _Lengths, _NotAffine, varying_calls
+from disco_accel.graph.lengths import STATIC, _Between, _Lengths, _NotAffine, _VaryingCall, varying_calls
 from disco_accel.graph.taskgraph import TensorSpec
 
 
@@ -16,7 +16,8 @@ def lengths_of(captures: Mapping[int, CapturedStep]) -> _Lengths:
     """``captures``: one forward, by length.
 
     Raises:
-        CaptureError: it does not depend on the length by numbers that are affine in it, or a result does at all.
+        CaptureError: it does not depend on the length by numbers that are affine in it, a result does at all, or so
+            does how many random numbers it draws.
     """
     between = _Between(max(captures), min(captures))
     longest, shortest = captures[between.longest], captures[between.shortest]
@@ -31,6 +32,7 @@ def lengths_of(captures: Mapping[int, CapturedStep]) -> _Lengths:
         raise CaptureError(
             f"past_key_values: the forward does not depend on the cache's length by sizes alone ({error}); {STATIC}"
         ) from error
+    _require_no_draws(calls.values())
     inputs: dict[str, tuple[TensorSpec, TensorSpec]] = {}
     for one, other in zip(longest.bindings, shortest.bindings, strict=True):
         if one.spec == other.spec:
@@ -40,6 +42,16 @@ def lengths_of(captures: Mapping[int, CapturedStep]) -> _Lengths:
         inputs[one.name] = one.spec, other.spec
     vertices = frozenset(binding.vertex for binding in longest.bindings if binding.name in inputs)
     return _Lengths(between, graphs, calls, inputs, vertices)
+
+
+def _require_no_draws(calls: Iterable[_VaryingCall]) -> None:
+    """Of ``calls``, which depend on a length: the state of the generator behind them would depend on it too."""
+    for call in (each.longest for each in calls):
+        if call.rng is not None:
+            raise CaptureError(
+                f"{call.name} in module {call.module or '?'} draws more random numbers for a longer cache, as dropout "
+                f"of attention does in training mode; call model.eval(), or {STATIC}"
+            )
 
 
 def _require_same_inputs(one: CapturedStep, other: CapturedStep) -> None:

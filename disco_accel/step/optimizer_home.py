@@ -148,7 +148,7 @@ def check_update(config: DiscoConfig, home: OptimizerHome, devices: int) -> None
     update = update_asked(config)
     if update == "deferred" and home is OptimizerHome.DEVICE:
         raise ConfigError(
-            "update: deferred puts updates in host memory off, and this run's optimizer is on the device: set "
+            "update: deferred delays updates in host memory, and this run's optimizer is on the device: set "
             "optimizer: host, or leave update out"
         )
     if config.update_on != "host" and update != "deferred":

@@ -72,7 +72,7 @@ def assert_planned(model: Any) -> None:
 def test_a_forward_loads_the_weights_that_do_not_fit(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no kernel tells of writes each weight is loaded each time."""
     monkeypatch.setattr(forwards, "writes_are_watched", lambda: watched)
-    planned, eager = pair()
+    planned, eager = pair(plan_seconds="auto")
     weights = sum(p.nbytes for p in eager.parameters())
     for seed in range(3):
         assert torch.equal(evaluated(planned, seed), evaluated(eager, seed))

@@ -185,6 +185,22 @@ def test_python_that_knows_the_length_is_refused_and_told_once(kind: str, caplog
     ]
 
 
+@pytest.mark.parametrize("where", ["of adapters", "of attention"])
+def test_dropout_in_training_mode_draws_as_eager_does(where: str) -> None:
+    """That of attention draws a number for each token of the cache: the generator behind it knows the length."""
+    eager = tiny_lora(**SMALL, attention_dropout=0.3 if where == "of attention" else 0.0)
+    for module in eager.modules():
+        if where == "of adapters" and hasattr(module, "lora_dropout"):
+            module.lora_dropout["default"] = torch.nn.Dropout(0.3)
+    planned = prepare(copy.deepcopy(eager), ROOMY)
+    assert_same(generated(planned), generated(eager))
+    reasons = stats(planned)["fallbacks"]
+    if where == "of adapters":
+        assert not reasons
+    else:
+        assert len(reasons) == 1 and "call model.eval(), or pass cache_implementation" in reasons[0]
+
+
 def test_attentions_of_all_tokens_run_as_they_are() -> None:
     eager = tiny_lora(**SMALL).eval()
     eager.set_attn_implementation("eager")
