@@ -185,7 +185,7 @@ class _DraftSearch:
         self.machine = machine
         self.cyclic = cyclic
         self.draft_capacity = {
-            device.id: (device.memory - int(reserve * _spare(graph, device))) // device.alignment * device.alignment
+            device.id: (device.memory - _part_of_spare(reserve, graph, device)) // device.alignment * device.alignment
             for device in graph.devices
         }
         """Bytes of ``capacity`` for drafts: all but ``reserve``, a share of the memory beside the largest kernel."""
@@ -400,8 +400,9 @@ class _DraftSearch:
         return self.kinds.get(low_peak_order, ratio, self.range_bytes)
 
 
-def _spare(graph: TaskGraph, device: Space) -> int:
-    return max(0, device.memory - largest_need(graph, device.id)[0])
+def _part_of_spare(share: float, graph: TaskGraph, device: Space) -> int:
+    """``share`` of the memory beside the largest kernel."""
+    return int(share * max(0, device.memory - largest_need(graph, device.id)[0])) if share else 0
 
 
 class _RequirementKinds:
