@@ -18,6 +18,7 @@ from torch import fx
 from disco_accel.capture.thread_patches import patched
 from disco_accel.capture.trace_log import FORWARD, RECOMPUTE, TraceLog, arguments_of, node_info
 from disco_accel.errors import CaptureError
+from disco_accel.graph.op_traits import Arithmetic, op_traits
 from disco_accel.graph.passes import GraphPass
 from disco_accel.graph.taskgraph import Ref, RngSite, TaskGraph, Vertex
 from disco_accel.graph.values import arrives_at_gate
@@ -129,6 +130,11 @@ def _check_origin(node: fx.Node, log: TraceLog) -> None:
         raise CaptureError(
             f"{_where(node)} draws random numbers in a checkpointed segment inside another one, "
             "which cannot be replayed; checkpoint one level only, or set its dropout probability to 0"
+        )
+    if op_traits(target._schema.name).arithmetic is Arithmetic.ATTENTION_BACKWARD:
+        raise CaptureError(
+            f"{_where(node)} draws the numbers of dropout again from a seed that the forward leaves in host memory, "
+            'where no plan reads it; load the model with attn_implementation="eager", or set attention\'s dropout to 0'
         )
     if info.in_backward and info.phase != RECOMPUTE:
         raise CaptureError(

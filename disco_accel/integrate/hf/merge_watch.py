@@ -1,7 +1,8 @@
-"""Base weights that PEFT's ``unmerge_adapter`` leaves with other bits than before ``merge_adapter``: told once.
+"""PEFT's merges of adapters into the weights of prepared models, which lie in host memory.
 
-PEFT adds an adapter to a weight in the weight's dtype, and subtracts it from the rounded sum. Weights are read at a
-merge and an unmerge alone, until the line is said.
+Base weights that ``unmerge_adapter`` leaves with other bits than before ``merge_adapter`` are told once. PEFT adds an
+adapter to a weight in the weight's dtype, and subtracts it from the rounded sum. Weights are read at a merge and an
+unmerge alone, until the line is said.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from disco_accel.capture.parts import frozen_parts
+from disco_accel.integrate.hf.host_merges import _OnTheHost
 from disco_accel.native.extension import load_extension
 from disco_accel.native.host_memory import bytes_of, footprint
 from disco_accel.step.run.session import find_state
@@ -23,7 +26,7 @@ from disco_accel.step.run.session import find_state
 _PEFT = "peft.tuners.tuners_utils"
 _BASE = ".base_layer."
 """In the names of weights that adapters are merged into."""
-_METHODS = ("merge_adapter", "unmerge_adapter")
+_METHODS = ("merge_adapter", "unmerge_adapter", "_unload_and_optionally_merge")
 
 _lock = threading.Lock()
 _patches: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -73,7 +76,7 @@ def watch_merges(model: torch.nn.Module) -> Callable[[], None]:
     with _lock:
         _watched[model] = _Merges()
         if not _patches:
-            for name, make in zip(_METHODS, (_merging, _unmerging), strict=True):
+            for name, make in zip(_METHODS, (_merging, _unmerging, _unloading), strict=True):
                 original = getattr(tuner, name)
                 _patches[name] = original, make(original)
                 setattr(tuner, name, _patches[name][1])
@@ -93,9 +96,10 @@ def _unwatch(model: torch.nn.Module, tuner: Any) -> None:
 def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def merge_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for model, merges in _watched_of(self):
+        watched = list(_watched_of(self))
+        for model, merges in watched:
             merges.begin(model)
-        return original(self, *args, **kwargs)
+        return _beside_weights(watched, original, self, *args, **kwargs)
 
     return merge_adapter
 
@@ -103,12 +107,27 @@ def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
 def _unmerging(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def unmerge_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        for model, merges in _watched_of(self):
+        watched = list(_watched_of(self))
+        result = _beside_weights(watched, original, self, *args, **kwargs)
+        for model, merges in watched:
             merges.end(model)
         return result
 
     return unmerge_adapter
+
+
+def _unloading(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _unload_and_optionally_merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _beside_weights(list(_watched_of(self)), original, self, *args, **kwargs)
+
+    return _unload_and_optionally_merge
+
+
+def _beside_weights(watched: list[Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of ``original``, which merges adapters of models that are ``watched``."""
+    with _OnTheHost() if watched else nullcontext():  # type: ignore[no-untyped-call]
+        return original(*args, **kwargs)
 
 
 def _watched_of(tuner: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, _Merges]]:

@@ -147,6 +147,16 @@ class Placement:
                 apply_to_trainable, model, trained_on_host=self._trained_on_host
             )
 
+    def take_unfrozen(self) -> None:
+        """Weights that are trained since ``apply``, and still in host memory, go to the device as others have."""
+        model = self._model()
+        if model is None or self._streamed is None or self._trained_on_host:
+            return
+        unfrozen = [p for p in model.parameters() if p.requires_grad and p.device != self._device]
+        views = _views(model) if unfrozen else []
+        for parameter in unfrozen:
+            self._move_with(views, parameter, parameter.data.to(self._device))
+
     def _move_rest(self, model: torch.nn.Module) -> None:
         """Trained weights go to the device unless they live on the host, buffers to the host."""
         for parameter in model.parameters():

@@ -113,6 +113,7 @@ def compiled(
 
     ``check``: as of ``CompileOptions``.
     """
+    state.placement.take_unfrozen()
     batch, cut = fitted.batch, fitted.length is not None and outputs != ("loss",)
     if outputs != ("loss",):
         fitted = replace(fitted, parts=1, parallel="tensor" if fitted.parallel == "tensor" else "layers")
