@@ -149,7 +149,8 @@ def kept_casts(outputs: Iterable[torch.Tensor], weights: Mapping[str, torch.Tens
 
 def _kept_cast(weight: torch.Tensor) -> tuple[Any, str]:
     """Autograd's node of the cast that an op of the open region takes of ``weight``, and the cast's dtype."""
-    row = torch.zeros(weight.shape[-2] if weight.dim() > 1 else weight.shape[0], device=weight.device)
+    # Of its data type: a region of another device casts neither.
+    row = torch.zeros(weight.shape[-2 if weight.dim() > 1 else 0], dtype=weight.dtype, device=weight.device)
     product = torch.matmul(row, weight)
     node: Any = product.grad_fn
     while not hasattr(node.next_functions[0][0] or node.next_functions[1][0], "variable"):

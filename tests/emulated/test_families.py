@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from disco_accel import prefill, stats
+from disco_accel import DiscoConfig, prefill, prepare, stats
+from disco_accel.errors import CaptureError
 from disco_accel.step.compile import planned_step
 from tests.emulated.models import CUDA, assert_same, assert_steady, least, step
 from tests.support.models import TEN_FAMILIES, family_lora, random_batch
@@ -37,6 +38,13 @@ def test_lora_steps_are_bitwise_eager(family: str, attention: str | None) -> Non
     found = stats(planned)
     assert found["steps_eager"] == 0 and found["engine"]["c10_allocations"] == 0
     assert found["reload_bytes"] > 0, "the budget is tight: weights move"
+
+
+def test_dropout_in_memory_efficient_attention_is_refused_with_a_remedy() -> None:
+    """Which PyTorch takes for heads in float32 that share no keys."""
+    config = DiscoConfig(memory_budget="1GiB", device="cuda", plan_cache=None)
+    with pytest.raises(CaptureError, match='attn_implementation="eager", or set attention\'s dropout to 0'):
+        step(prepare(family_lora("gpt2", dropout=0.1), config), batch(0))
 
 
 @pytest.mark.parametrize("family", TEN_FAMILIES)

@@ -30,8 +30,16 @@ def trained(model: Any, device: torch.device, seed: int) -> dict[str, torch.Tens
     return found
 
 
+def evaluated(model: Any, device: torch.device, seed: int) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(**batch_for(SMALL["vocab_size"], 2, 16, device, seed=seed)).logits
+    return logits
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_are_eagers(device: torch.device, checkpointing: bool) -> None:
+def test_gradients_are_eagers(device: torch.device, checkpointing: bool, evaluates: bool) -> None:
+    """Also where an evaluation is the first to meet the weight."""
     model = lora(device, torch.float32, "eager", checkpointing)
     eager = copy.deepcopy(model).to(device)
     prepare(model, roomy(device))
@@ -41,6 +49,8 @@ def test_gradients_are_eagers(device: torch.device, checkpointing: bool) -> None
             for name, parameter in each.named_parameters():
                 if name.endswith((NORM, PROJECTION)):
                     parameter.requires_grad_(name.endswith(unfrozen))
+        if evaluates:
+            expect(evaluated(eager, device, seed), evaluated(model, device, seed), f"logits before step {seed}")
         ours, eagers = trained(model, device, seed), trained(eager, device, seed)
         assert ours.keys() == eagers.keys()
         for name, value in eagers.items():

@@ -147,12 +147,12 @@ class Placement:
                 apply_to_trainable, model, trained_on_host=self._trained_on_host
             )
 
-    def take_unfrozen(self) -> None:
-        """Weights that are trained since ``apply``, and still in host memory, go to the device as others have."""
+    def take_unfrozen(self, trained: Iterable[torch.nn.Parameter]) -> None:
+        """Those of ``trained`` that were unfrozen since ``apply``, still in host memory, go to the device."""
         model = self._model()
         if model is None or self._streamed is None or self._trained_on_host:
             return
-        unfrozen = [p for p in model.parameters() if p.requires_grad and p.device != self._device]
+        unfrozen = [parameter for parameter in trained if parameter.device != self._device]
         views = _views(model) if unfrozen else []
         for parameter in unfrozen:
             self._move_with(views, parameter, parameter.data.to(self._device))

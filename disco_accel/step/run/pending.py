@@ -291,6 +291,8 @@ def externals_of(
         # Part of a field, a hidden state say, need not be reached by all that the loss is.
         if step.captured.gradients and "." not in step.captured.outputs[0].name:
             _check_gradients(state, step, step.parameters)
+    # A plan for the weights as they were may be met again.
+    state.placement.take_unfrozen(step.parameters.values())
     on_caller_device = batch_tensors(batch)
     _check_rows(step, on_caller_device)
     at_home = {b.name for b in step.vertices_of(InputSource.BATCH) if b.vertex in step.captured.at_home}

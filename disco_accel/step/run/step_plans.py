@@ -113,7 +113,7 @@ def compiled(
 
     ``check``: as of ``CompileOptions``.
     """
-    state.placement.take_unfrozen()
+    state.placement.take_unfrozen(p for p in model.parameters() if p.requires_grad)
     batch, cut = fitted.batch, fitted.length is not None and outputs != ("loss",)
     if outputs != ("loss",):
         fitted = replace(fitted, parts=1, parallel="tensor" if fitted.parallel == "tensor" else "layers")
