@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,14 @@ from torch.utils._pytree import tree_iter, tree_map_only
 _CPU = torch.device("cpu")
 _COPIES = frozenset({torch.ops.aten.copy_, torch.ops.aten._to_copy})
 """These take tensors of two devices."""
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors of a call that it writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (each for each in tree_iter(given) if isinstance(each, torch.Tensor))
 
 
 class _OnTheHost(TorchDispatchMode):
@@ -27,6 +35,6 @@ class _OnTheHost(TorchDispatchMode):
         tensors = [each for each in tree_iter((args, given)) if isinstance(each, torch.Tensor) and each.dim()]
         devices = {tensor.device for tensor in tensors}
         if len(devices) > 1 and _CPU in devices and func.overloadpacket not in _COPIES:
-            where = tensors[0].device if func._schema.is_mutable else _CPU
+            where = next((tensor.device for tensor in _written(func, args, given)), _CPU)
             args, given = tree_map_only(torch.Tensor, lambda tensor: tensor.to(where), (tuple(args), given))
         return func(*args, **given)
