@@ -26,7 +26,7 @@ from disco_accel.step.run.session import find_state
 _PEFT = "peft.tuners.tuners_utils"
 _BASE = ".base_layer."
 """In the names of weights that adapters are merged into."""
-_METHODS = ("merge_adapter", "unmerge_adapter", "_unload_and_optionally_merge")
+_METHODS = ("merge_adapter", "unmerge_adapter", "merge_and_unload")
 
 _lock = threading.Lock()
 _patches: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -118,10 +118,10 @@ def _unmerging(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unloading(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def _unload_and_optionally_merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def merge_and_unload(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _beside_weights(list(_watched_of(self)), original, self, *args, **kwargs)
 
-    return _unload_and_optionally_merge
+    return merge_and_unload
 
 
 def _beside_weights(watched: list[Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
