@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -89,9 +90,13 @@ def in_child(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def open_files() -> int:
-    """How many descriptors this process has."""
-    return len(os.listdir("/proc/self/fd"))
+def open_files() -> Counter[str]:
+    """What the descriptors of this process lead to, but for pipes: other tests' workers may start meanwhile."""
+    found: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[os.readlink(f"/proc/self/fd/{name}")] += 1
+    return Counter({name: count for name, count in found.items() if not name.startswith(("pipe:", "/proc/"))})
 
 
 def objects(store: Store) -> int:
