@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from disco_accel.graph.check import after_gate
+from disco_accel.graph.last_graphs import kept_for_last_graphs
 from disco_accel.graph.memgraph import Edge
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate, is_handed_out
 
 
+@kept_for_last_graphs
 def serial_order(graph: TaskGraph) -> tuple[Vertex, ...]:
     """Return the vertices in the order that is planned for: inputs first, and nothing behind the gate before an out. A
     late value arrives only after every ``out`` vertex, so memory freed behind the gate must not serve before it."""

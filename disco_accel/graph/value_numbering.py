@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from disco_accel.graph.check import after_gate, dependencies
 from disco_accel.graph.copies import copies_bytes
+from disco_accel.graph.last_graphs import kept_for_last_graphs
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import OpCall, Ref, TaskGraph, Vertex, VertexKind, tensor_args
 from disco_accel.graph.values import is_foreign, is_handed_out, never_changes, overwrites
@@ -131,11 +132,17 @@ def _is_packed(dtype: str) -> bool:
     return dtype in _PACKED or dtype.startswith(("float8", "float4"))
 
 
+@kept_for_last_graphs
+def _numbering_of(graph: TaskGraph) -> _Numbering:
+    return _Numbering(graph).run()
+
+
 def value_numbers(graph: TaskGraph) -> dict[int, int]:
     """Vertex → a number: equal for kernels that compute the same bits."""
-    return _Numbering(graph).run().numbers
+    return _numbering_of(graph).numbers
 
 
+@kept_for_last_graphs
 def clones(graph: TaskGraph) -> tuple[Clone, ...]:
     """Return the kernels of ``graph`` that compute the bits of an earlier one, in their order.
 
@@ -143,7 +150,7 @@ def clones(graph: TaskGraph) -> tuple[Clone, ...]:
     may be merged into: one that waits for the gate only if it does so itself. A random kernel is one only where it
     draws the numbers of an earlier one again.
     """
-    numbering = _Numbering(graph).run()
+    numbering = _numbering_of(graph)
     behind: Collection[int] | None = None
     equal: dict[int, list[int]] = {}
     found: list[Clone] = []
@@ -182,7 +189,7 @@ def without_recomputation(graph: TaskGraph) -> TaskGraph:
 def computed_once(graph: TaskGraph, behind: Collection[int]) -> set[int]:
     """Return the kernels not ``behind`` the gate that make the same bits again, on a GPU too, and have no equal behind
     it, but for constants and random ones."""
-    numbering = _Numbering(graph).run()
+    numbering = _numbering_of(graph)
     twice = {numbering.numbers[id_] for id_ in numbering.repeatable if id_ in behind}
     return {
         vertex.id
@@ -202,7 +209,7 @@ def computed_once(graph: TaskGraph, behind: Collection[int]) -> set[int]:
 def dequantised(graph: TaskGraph) -> tuple[dict[int, tuple[int, ...]], Collection[int]]:
     """Return the kernels of dequantised weights that other kernels read, each with all of its makers in order, itself
     last. The second result is the vertices with the same values in all steps, which are no such others."""
-    numbering = _Numbering(graph).run()
+    numbering = _numbering_of(graph)
     if not any(known.packed for known in numbering.constants.values()):
         return {}, ()
     by_id = {vertex.id: vertex for vertex in graph.vertices}

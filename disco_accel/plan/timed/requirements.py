@@ -9,8 +9,8 @@ before it may leave.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +19,7 @@ from disco_accel.errors import PlanError
 from disco_accel.graph.check import called
 from disco_accel.graph.copies import is_transfer
 from disco_accel.graph.home_uses import HomeUses, host_devices
+from disco_accel.graph.last_graphs import kept_for_last_graphs
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.spaces import TO_DEVICE, TO_HOST
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
@@ -61,14 +62,12 @@ def requirements_of(
     Infeasible for in-place writes to values that would have to be copied first. Raises PlanError for a version that is
     wanted after it has been overwritten, of a value that changes over steps.
     """
-    serial = serial_order(graph)
-    inputs = tuple(vertex for vertex in serial if vertex.kind is VertexKind.INPUT)
-    order = serial[len(inputs) :]
+    uses = _uses_of(graph)
     lanes = machine.lanes(graph.spaces)
-    seconds = [_guessed_seconds(vertex) or lanes.seconds(vertex) for vertex in order]
+    seconds = [_guessed_seconds(vertex) or lanes.seconds(vertex) for vertex in uses.order]
     alignments = {device.id: device.alignment for device in graph.devices}
-    requirements = StepRequirements(graph, inputs, order, seconds, alignments)
-    collector = _Collector(requirements, machine, min_gap_ratio, not_offloaded)
+    requirements = StepRequirements(graph, uses.inputs, uses.order, seconds, alignments)
+    collector = _Collector(requirements, uses, machine, min_gap_ratio, not_offloaded)
     collector.ranges = range_bytes, whole
     collector.collect()
     return requirements
@@ -94,10 +93,51 @@ def check_overwrites(graph: TaskGraph) -> None:
                 )
 
 
+def may_be_split(vertex: Vertex, range_bytes: int) -> bool:
+    """Whether ``vertex`` is an input that ranges of ``range_bytes`` are made of, if nothing else forbids it."""
+    return never_changes(vertex) and vertex.sizes[0] >= 2 * range_bytes
+
+
 def _guessed_seconds(vertex: Vertex) -> float:
     """Return how long a kernel without a duration takes, guessed from its outputs; 0 for all else."""
     guessed = vertex.kind is VertexKind.KERNEL and vertex.duration is None
     return sum(vertex.sizes) / GUESSED_BANDWIDTH if guessed else 0.0
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """Of a graph in its serial order. ``readers``: positions that read each value, ascending. ``states``: input that
+    changes over steps → its versions."""
+
+    inputs: tuple[Vertex, ...]
+    order: tuple[Vertex, ...]
+    vertices: dict[int, Vertex]
+    position: dict[int, int]
+    readers: dict[Ref, list[int]]
+    overwritten: set[Ref]
+    states: Mapping[Ref, list[Ref]]
+    state_versions: set[Ref]
+
+
+@kept_for_last_graphs
+def _uses_of(graph: TaskGraph) -> _Uses:
+    serial = serial_order(graph)
+    inputs = tuple(vertex for vertex in serial if vertex.kind is VertexKind.INPUT)
+    order = serial[len(inputs) :]
+    readers: dict[Ref, list[int]] = {}
+    for position, vertex in enumerate(order):
+        for ref in dict.fromkeys(vertex.inputs):
+            readers.setdefault(ref, []).append(position)
+    states = lasting_versions(serial)
+    return _Uses(
+        *(inputs, order),
+        vertices={vertex.id: vertex for vertex in serial},
+        position={vertex.id: position for position, vertex in enumerate(order)},
+        readers=readers,
+        overwritten={ref for vertex in order for _, ref in overwrites(vertex)},
+        states=states,
+        state_versions={version for versions in states.values() for version in versions},
+    )
 
 
 class _Collector:
@@ -106,6 +146,7 @@ class _Collector:
     def __init__(
         self,
         requirements: StepRequirements,
+        uses: _Uses,
         machine: Machine,
         min_gap_ratio: float | None,
         not_offloaded: Collection[int],
@@ -115,23 +156,24 @@ class _Collector:
         self.machine = machine
         self.min_gap_ratio = min_gap_ratio
         self.ranges: tuple[int | None, Collection[int]] = (None, ())
-        self.vertices = {vertex.id: vertex for vertex in requirements.vertices}
+        self.vertices, self.position, self.readers = uses.vertices, uses.position, uses.readers
+        self.overwritten, self.states, self.state_versions = uses.overwritten, uses.states, uses.state_versions
         self.home_uses = HomeUses.of(replace(requirements.graph, vertices=requirements.vertices))
-        self.readers: dict[Ref, list[int]] = {}
-        """Positions that read each value, ascending, but for those that read it at home."""
         self.home_readers: dict[Ref, list[int]] = {}
-        """Those that do."""
-        for position, vertex in enumerate(requirements.order):
-            for ref in dict.fromkeys(vertex.inputs):
-                readers = self.home_readers if self.home_uses.at_home(vertex, ref) else self.readers
-                readers.setdefault(ref, []).append(position)
+        """Positions that read each value at home; ``readers`` has the others alone."""
+        if self.home_uses.hosts:
+            self._split_readers()
         self.starts = [0.0]
         """Seconds of compute before each position."""
-        self.overwritten = {ref for vertex in requirements.order for _, ref in overwrites(vertex)}
-        self.states = lasting_versions(requirements.vertices)
-        self.state_versions = {version for versions in self.states.values() for version in versions}
         self.pinned_of: dict[Ref, PinnedBuffer] = {}
-        self.position = {vertex.id: position for position, vertex in enumerate(requirements.order)}
+
+    def _split_readers(self) -> None:
+        """Sort out the positions that read values at home."""
+        order, everywhere, self.readers = self.requirements.order, self.readers, {}
+        for ref, positions in everywhere.items():
+            for position in positions:
+                at_home = self.home_uses.at_home(order[position], ref)
+                (self.home_readers if at_home else self.readers).setdefault(ref, []).append(position)
 
     def collect(self) -> None:
         """Sort every value into pinned or swappable buffers and add up their bytes."""
@@ -207,7 +249,7 @@ class _Collector:
     def _ranges(self, vertex: Vertex) -> list[tuple[int, int]]:
         """Return where the ranges begin in which the input is swapped, and the bytes of each: about equally many."""
         size, (range_bytes, whole) = vertex.sizes[0], self.ranges
-        if range_bytes is None or vertex.id in whole or size < 2 * range_bytes or not never_changes(vertex):
+        if range_bytes is None or vertex.id in whole or not may_be_split(vertex, range_bytes):
             return [(0, size)]
         order = self.requirements.order
         if any(order[position].kind is not VertexKind.KERNEL for position in self.readers[vertex.id, 0]):
@@ -255,7 +297,7 @@ class _Collector:
             )
         requirements, (version,) = self.requirements, read
         place = versions.index(version)
-        uses = self.readers[version]
+        uses = list(self.readers[version])
         index = len(requirements.swappable)
         ready = self.position[version[0]] + 1 if place else 0
         if place + 1 < len(versions):
@@ -276,12 +318,11 @@ class _Collector:
             if not size or ref in self.state_versions or is_foreign(vertex):
                 continue
             block = requirements.block(size, vertex.space)
-            readers = self.readers.get(ref, [])
-            to_the_end = is_handed_out(vertex)
-            last = requirements.end if to_the_end else max(readers, default=position)
-            in_place = k in dict(vertex.inplace)
+            readers = self.readers.get(ref, ())
+            # In the order of the step: the last reader is the last of them.
+            last = requirements.end if is_handed_out(vertex) else readers[-1] if readers else position
             if (
-                not in_place
+                not (vertex.inplace and k in dict(vertex.inplace))
                 and not handed_out_at_gate(vertex)
                 and self._add_activation(position, vertex, ref, block, readers)
             ):
@@ -300,7 +341,7 @@ class _Collector:
 
     def _overwritten(self, position: int, vertex: Vertex, output: int, block: int) -> PinnedBuffer | None:
         """Return the buffer that ``output`` of ``vertex`` is written over, if any."""
-        ref = dict(overwrites(vertex)).get(output)
+        ref = dict(overwrites(vertex)).get(output) if vertex.inplace else None
         if ref is not None:
             if ref not in self.pinned_of or not self._is_last_reader(position, ref):
                 raise Infeasible(position)
@@ -340,7 +381,7 @@ class _Collector:
         source = self.vertices[ref[0]]
         return self.readers[ref][-1] == position and not is_handed_out(source)
 
-    def _add_activation(self, position: int, vertex: Vertex, ref: Ref, block: int, readers: list[int]) -> bool:
+    def _add_activation(self, position: int, vertex: Vertex, ref: Ref, block: int, readers: Sequence[int]) -> bool:
         """Make the output swappable if an idle gap of it is long enough; return whether it is."""
         if self.min_gap_ratio is None or ref in self.overwritten or vertex.id in self.not_offloaded:
             return False
@@ -350,7 +391,7 @@ class _Collector:
         offloaded = self.starts[position + 1] + offload
         # Before its offload has ended an eviction would free nothing, so readers until then need no reload.
         evictable = max(position + 1, min(bisect_left(self.starts, offloaded), requirements.end))
-        uses = readers[bisect_left(readers, evictable) :]
+        uses = list(readers[bisect_left(readers, evictable) :])
         times = [
             offloaded,
             *(self.starts[use] for use in uses),

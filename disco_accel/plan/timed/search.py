@@ -31,7 +31,7 @@ from disco_accel.plan.timed.drafts import (
 from disco_accel.plan.timed.kept_gaps import Kept, kept_gaps
 from disco_accel.plan.timed.less_memory import with_less_memory
 from disco_accel.plan.timed.replay import live_ranges_of
-from disco_accel.plan.timed.requirements import requirements_of
+from disco_accel.plan.timed.requirements import may_be_split, requirements_of
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
 from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
@@ -254,10 +254,10 @@ class _DraftSearch:
         best = self.best()
         small = len(self.graph.vertices) <= self.settings.descend_in_ranges_up_to
         for share in self.settings.range_shares if small else (self.settings.large_range_share,):
+            if self.plan is None or self.makespan <= self.floor:
+                return
             self.range_bytes = int(share * memory)
-            probe = self._requirements(None, False) or self._requirements(self.settings.min_gap_ratios[-1])
-            in_ranges = probe is not None and any(each.is_range for each in probe.swappable)
-            if self.plan is None or self.makespan <= self.floor or not in_ranges:
+            if not self._in_ranges():
                 continue
             # What was found with weights as a whole neither ends this search nor is what it goes on from.
             self.queue.clear()
@@ -271,6 +271,14 @@ class _DraftSearch:
             if self.fastest() >= self.makespan:
                 continue
             self.assign_offsets()
+
+    def _in_ranges(self) -> bool:
+        """Whether any value is swapped in ranges of ``range_bytes``."""
+        # Few are as large in a small step, whose requirements would be collected in vain.
+        if self.range_bytes is None or not any(may_be_split(v, self.range_bytes) for v in self.graph.vertices):
+            return False
+        probe = self._requirements(None) or self._requirements(self.settings.min_gap_ratios[-1])
+        return probe is not None and any(each.is_range for each in probe.swappable)
 
     def assign_offsets(self) -> None:
         """Give drafts offsets, the most promising first, until none can be faster than the best plan."""
