@@ -134,10 +134,10 @@ def random_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def compiler_of_our_priority() -> Iterator[None]:
     """Fused kernels are compiled as fast as tests run: beside two other test processes a lower priority gets little."""
-    from disco_accel.fuse import kernels
+    from disco_accel.fuse import compiler_process
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_PROGRAM", f"import os; os.nice = lambda _: 0; {kernels._PROGRAM}")
+        patch.setattr(compiler_process, "_PROGRAM", f"import os; os.nice = lambda _: 0; {compiler_process._PROGRAM}")
         yield
 
 

@@ -7,8 +7,6 @@ import ctypes
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,13 +18,13 @@ import torch
 
 from disco_accel.errors import ExtensionError
 from disco_accel.fuse.call_json import call_to_object, kernel_name, kernel_text
+from disco_accel.fuse.compiler_process import FOLDERS, _CompilerProcess, _Stopped, idle_processes
 from disco_accel.fuse.host_library import ANSWER, symbol_of
 from disco_accel.fuse.twins import twin_of
 from disco_accel.graph.files import write_atomically
 from disco_accel.graph.taskgraph import OpCall
 from disco_accel.native.arithmetic import processor
 from disco_accel.native.backend import backend_of, run_device
-from disco_accel.native.cuda_headers import TOOLKITS
 from disco_accel.native.extension import load_extension
 from disco_accel.native.library_file import Library, read_own
 from disco_accel.native.plain_library import cache_root, require_building, sources_key
@@ -36,17 +34,16 @@ Kernel = int | str
 """The engine's handle of a kernel, or why there is none."""
 Say = Callable[[str], None]
 
-_TOGETHER = {"host": 8, "gpu": 3}
-"""Kernels of one library. The headers of C++ take a second to read, a kernel a tenth; GPU code takes a second a kernel,
-and a machine with a GPU has many cores."""
-_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+_TOGETHER = {"host": (8, 16), "gpu": (3, 3)}
+"""Kernels of one library: as few as the first number says, or as many as the second where all processes have work. The
+headers of C++ take two seconds to read, a kernel a quarter of one; GPU code takes a second a kernel, and a machine with
+a GPU has many cores."""
 _INDEX = "fused.names"
 """Beside a library, a line for each of its kernels, in their order: ``kernel_name``."""
 _MOST_INDEX = 1 << 16
-CACHED = ("fused-*", *_FOLDERS.values())
+CACHED = ("fused-*", *FOLDERS.values())
 """Names, as patterns, of all that is kept of kernels in ``cache_root()``."""
 _ROOT = Path(__file__).parents[1]
-_PROGRAM = "import sys; sys.path[:0] = sys.argv[1:]; from disco_accel.fuse.compiler import main; main()"
 _known: dict[str, Kernel] = {}
 """The kernels of this process by ``kernel_text``: plans of all models share them."""
 _origins: dict[int, _LibraryKernel] = {}
@@ -107,72 +104,26 @@ def compile_kernels(calls: Iterable[OpCall], device: str, say: Say = lambda _: N
         ExtensionError: there is no compiler, it fails, or the folder is not this user's own.
     """
     with _one_at_a_time:
-        parts = _parts(calls, device)
+        most = max(1, (os.cpu_count() or 1) // 2)
+        parts, gpu = _parts(calls, device, most)
+        if not parts:
+            return
         # The compilers of C++ and of GPU code keep a core each; the training has the others.
-        processes = [_CompilerProcess() for _ in range(min(len(parts), max(1, (os.cpu_count() or 1) // 2)))]
+        processes = idle_processes.take(min(len(parts), most), cache_root(), gpu)
         work = _Shared(parts, say)
         threads = [start_thread(work.run, each, name="disco-fused", stop=each.stop) for each in processes]
         for thread in threads:
             if thread is not None:
                 thread.join()
-        for process in processes:
-            process.stop()
         if work.failed is not None:
+            for process in processes:
+                process.stop()
             raise work.failed
-
-
-class _Stopped(ExtensionError):
-    """This process ends."""
+        idle_processes.keep(processes)
 
 
 class _NotLoaded(ExtensionError):
     """A library has to be compiled anew."""
-
-
-class _CompilerProcess:
-    """One process of ``compiler.py``, started with its first library."""
-
-    def __init__(self) -> None:
-        self._child: subprocess.Popen[bytes] | None = None
-        self._lock, self._stopped = threading.Lock(), False
-
-    def compile(self, request: dict[str, Any]) -> Path:
-        """The library of ``request``. Raises ExtensionError."""
-        try:
-            child = self._started()
-            assert child.stdin is not None and child.stdout is not None
-            child.stdin.write(json.dumps(request).encode() + b"\n")
-            child.stdin.flush()
-            answer = json.loads(child.stdout.readline() or b'{"error": "the compiling process ended"}')
-        except (OSError, ValueError) as error:
-            answer = {"error": str(error)}
-        if self._stopped:
-            raise _Stopped("compiling was stopped")
-        if "error" in answer:
-            raise ExtensionError(f"fused kernels cannot be compiled: {answer['error']}")
-        return Path(answer["path"])
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        with self._lock:
-            if self._stopped:
-                raise _Stopped("compiling was stopped")
-            if self._child is None:
-                command = [sys.executable, "-c", _PROGRAM, str(_ROOT.parent)]
-                folders = {name: str(cache_root() / folder) for name, folder in _FOLDERS.items()}
-                # It compiles for a GPU that it does not see: a context of its own would take memory there.
-                environment = {**os.environ, **folders, **_libdevice(), "CUDA_VISIBLE_DEVICES": ""}
-                self._child = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-                )
-            return self._child
-
-    def stop(self) -> None:
-        """End the process, from any thread."""
-        with self._lock:
-            self._stopped = True
-            if self._child is not None:
-                self._child.kill()
-                self._child.wait()
 
 
 @dataclass(frozen=True)
@@ -254,11 +205,13 @@ def _missing(calls: Iterable[OpCall], device: str) -> tuple[list[OpCall], dict[s
     return [named[name] for name in sorted(named.keys() - _known.keys())], gpu
 
 
-def _parts(calls: Iterable[OpCall], device: str) -> list[_Part]:
+def _parts(calls: Iterable[OpCall], device: str, processes: int) -> tuple[list[_Part], dict[str, Any] | None]:
+    """The libraries that are missing, and the GPU that they are for."""
     missing, gpu = _missing(calls, device)
-    count = _TOGETHER["host" if gpu is None else "gpu"]
+    least, most = _TOGETHER["host" if gpu is None else "gpu"]
+    count = min(max(least, -(-len(missing) // processes)), most)
     together = [missing[at : at + count] for at in range(0, len(missing), count)]
-    return [_Part(tuple(map(kernel_name, part)), dict(enumerate(part)), gpu) for part in together]
+    return [_Part(tuple(map(kernel_name, part)), dict(enumerate(part)), gpu) for part in together], gpu
 
 
 def _libraries(gpu: dict[str, Any] | None) -> Iterator[tuple[str, ...]]:
@@ -325,15 +278,6 @@ def _cuda_kernels(path: str, wanted: Collection[int]) -> tuple[dict[int, Kernel]
         given = kernel["name"], kernel["launch"], kernel["order"], kernel["numbers"]
         found[int(number)] = int(torch.ops.disco_accel.fused_cuda_kernel(code, *given))
     return found, hashlib.sha256(data).hexdigest()
-
-
-def _libdevice() -> dict[str, str]:
-    """The toolkit's functions for Triton, whose own round some otherwise than PyTorch's kernels."""
-    for home in (os.environ.get("CUDA_HOME"), *TOOLKITS):
-        path = None if home is None else Path(home, "nvvm", "libdevice", "libdevice.10.bc")
-        if path is not None and path.is_file():
-            return {"TRITON_LIBDEVICE_PATH": str(path)}
-    return {}
 
 
 def _versions(gpu: dict[str, Any] | None) -> str:

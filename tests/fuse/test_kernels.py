@@ -113,7 +113,9 @@ def test_calls_that_python_takes_for_equal_have_kernels_of_their_own() -> None:
 
 def test_the_next_process_loads_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a compiler; and other calls are not there."""
-    monkeypatch.setattr("disco_accel.fuse.kernels._CompilerProcess.compile", lambda *_: pytest.fail("compiles"))
+    monkeypatch.setattr(
+        "disco_accel.fuse.compiler_process._CompilerProcess.compile", lambda *_: pytest.fail("compiles")
+    )
     monkeypatch.setattr(kernels, "_known", {})
     load_kernels(CALLS, "cpu")
     assert all(isinstance(kernel_of(call), int) for call in CALLS)

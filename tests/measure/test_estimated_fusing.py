@@ -32,7 +32,7 @@ def test_each_input_is_read_once_and_each_result_written() -> None:
 def test_a_step_has_all_runs_that_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled; records are those of the fused kernels."""
     monkeypatch.setattr(fused_kernels, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr("disco_accel.fuse.kernels._CompilerProcess", lambda: pytest.fail("compiles"))
+    monkeypatch.setattr("disco_accel.fuse.compiler_process._CompilerProcess", lambda *_: pytest.fail("compiles"))
     graph, fusing = step(), _EstimatedFusing(SPEED)
     joined = fusing.fused(graph)
     seconds = [sum(v.duration or 0.0 for v in each.vertices) for each in (graph, joined)]

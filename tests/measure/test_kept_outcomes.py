@@ -31,7 +31,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory, compiler_of_our_priority
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "cache_root", lambda: folder)
         patch.setattr(kernels, "_known", {})
-        patch.setattr(kernels, "_TOGETHER", {"host": 3})
+        patch.setattr(kernels, "_TOGETHER", {"host": (3, 3)})
         compile_kernels(CALLS, "cpu")
         measured(CALLS)
     yield folder
