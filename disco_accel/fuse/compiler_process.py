@@ -1,5 +1,5 @@
-"""The processes that compile fused kernels beside a training, as ``compiler.py``: started with their first library, and
-kept for a while for the next ones."""
+"""The processes that compile fused kernels beside a training, as ``compiler.py``: started with their first library. One
+is kept for a while for the next libraries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,59 +106,61 @@ class _CompilerProcess:
             self._child = None
 
 
-class _IdleProcesses:
-    """Processes without work: the next call takes them, or else they end after ``_IDLE_SECONDS``."""
+class _IdleProcess:
+    """At most one process without work: the next call takes it, or else it ends after ``_IDLE_SECONDS``."""
 
     def __init__(self) -> None:
         self._lock, self._end = threading.Lock(), threading.Event()
-        self._processes: list[_CompilerProcess] = []
-        self._turn = 0
+        self._process: _CompilerProcess | None = None
 
     def forget(self) -> None:
-        """In a forked process: those here answer its parent."""
-        self._lock, self._end, self._processes = threading.Lock(), threading.Event(), []
+        """In a forked process: the one here answers its parent."""
+        self._lock, self._end, self._process = threading.Lock(), threading.Event(), None
 
-    def take(self, count: int, folder: Path, gpu: dict[str, Any] | None) -> list[_CompilerProcess]:
-        """``count`` processes, of which those that are here are running."""
-        made = [_CompilerProcess(folder, gpu) for _ in range(count)]
-        with self._lock:
-            self._turn += 1
-            found, self._processes = self._processes, []
-        for place, new in enumerate(made):
-            at = next((number for number, each in enumerate(found) if each.may_serve(new)), None)
-            if at is not None:
-                made[place] = found.pop(at)
-        for rest in found:
-            rest.stop()
-        return made
+    def take(self, folder: Path, gpu: dict[str, Any] | None) -> _CompilerProcess:
+        """The one that is here, if it compiles for ``gpu`` with what this process has now, or else a new one."""
+        new, found = _CompilerProcess(folder, gpu), self._taken()
+        if found is not None and found.may_serve(new):
+            return found
+        if found is not None:
+            found.stop()
+        return new
 
-    def keep(self, processes: Sequence[_CompilerProcess]) -> None:
-        """Keep ``processes``, which nobody uses any more, for a while."""
+    def keep(self, process: _CompilerProcess) -> None:
+        """Keep ``process``, which nobody uses any more, for a while."""
         with self._lock:
-            self._processes += processes
-            turn = self._turn
+            before, self._process = self._process, process
+        if before is not None:
+            before.stop()
         try:
-            waits = start_thread(self._wait, turn, name="disco-fused-idle", stop=self._end.set)
+            waits = start_thread(self._wait, process, name="disco-fused-idle", stop=self._end.set)
         except RuntimeError:
             waits = None
         if waits is None:
-            self._stop(turn)
+            self._stop(process)
 
-    def _wait(self, turn: int) -> None:
+    def _wait(self, process: _CompilerProcess) -> None:
         self._end.wait(_IDLE_SECONDS)
-        self._stop(turn)
+        self._stop(process)
 
-    def _stop(self, turn: int) -> None:
+    def _stop(self, process: _CompilerProcess) -> None:
+        """Unless a call has it, or had it meanwhile."""
+        taken = self._taken(process)
+        if taken is not None:
+            taken.stop()
+
+    def _taken(self, only: _CompilerProcess | None = None) -> _CompilerProcess | None:
         with self._lock:
-            ended = self._processes if turn == self._turn else []
-            self._processes = [] if ended else self._processes
-        for process in ended:
-            process.stop()
+            found = self._process
+            if only is not None and found is not only:
+                return None
+            self._process = None
+            return found
 
 
-idle_processes = _IdleProcesses()
+idle_process = _IdleProcess()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=idle_processes.forget)
+    os.register_at_fork(after_in_child=idle_process.forget)
 
 
 def _libdevice() -> dict[str, str]:

@@ -18,7 +18,7 @@ import torch
 
 from disco_accel.errors import ExtensionError
 from disco_accel.fuse.call_json import call_to_object, kernel_name, kernel_text
-from disco_accel.fuse.compiler_process import FOLDERS, _CompilerProcess, _Stopped, idle_processes
+from disco_accel.fuse.compiler_process import FOLDERS, _CompilerProcess, _Stopped, idle_process
 from disco_accel.fuse.host_library import ANSWER, symbol_of
 from disco_accel.fuse.twins import twin_of
 from disco_accel.graph.files import write_atomically
@@ -109,17 +109,17 @@ def compile_kernels(calls: Iterable[OpCall], device: str, say: Say = lambda _: N
         if not parts:
             return
         # The compilers of C++ and of GPU code keep a core each; the training has the others.
-        processes = idle_processes.take(min(len(parts), most), cache_root(), gpu)
+        processes = [idle_process.take(cache_root(), gpu) for _ in range(min(len(parts), most))]
         work = _Shared(parts, say)
         threads = [start_thread(work.run, each, name="disco-fused", stop=each.stop) for each in processes]
         for thread in threads:
             if thread is not None:
                 thread.join()
+        for process in processes if work.failed is not None else processes[1:]:
+            process.stop()
         if work.failed is not None:
-            for process in processes:
-                process.stop()
             raise work.failed
-        idle_processes.keep(processes)
+        idle_process.keep(processes[0])
 
 
 class _NotLoaded(ExtensionError):

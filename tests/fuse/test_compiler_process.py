@@ -9,7 +9,7 @@ import pytest
 
 from disco_accel.errors import ExtensionError
 from disco_accel.fuse import compiler_process
-from disco_accel.fuse.compiler_process import _CompilerProcess, _IdleProcesses
+from disco_accel.fuse.compiler_process import _CompilerProcess, _IdleProcess
 from tests.store.serving import in_child, until
 
 PROGRAM = """
@@ -35,27 +35,27 @@ def answer(process: _CompilerProcess, *fails: str | None) -> list[str]:
 
 
 def test_the_next_call_gets_the_process_of_the_last(tmp_path: Path) -> None:
-    """And those of the last that it does not need are ended."""
-    idle = _IdleProcesses()
-    first = idle.take(2, tmp_path, None)
-    numbers = {answer(process)[0] for process in first}
-    assert len(numbers) == 2
+    """One; a second that is kept takes its place."""
+    idle = _IdleProcess()
+    first, second = idle.take(tmp_path, None), idle.take(tmp_path, None)
+    numbers = [answer(process)[0] for process in (first, second)]
+    assert numbers[0] != numbers[1]
     idle.keep(first)
-    (second,) = idle.take(1, tmp_path, None)
-    assert answer(second)[0] in numbers
-    assert [process._child is None for process in first] == [process is not second for process in first]
+    idle.keep(second)
+    assert first._child is None
+    assert answer(idle.take(tmp_path, None))[0] == numbers[1]
+    assert answer(idle.take(tmp_path, None))[0] not in numbers
     second.stop()
 
 
 def test_a_process_serves_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another folder, GPU or environment; one that has ended; and a forked process."""
-    idle, kept = _IdleProcesses(), list[_CompilerProcess]()
+    idle, kept = _IdleProcess(), list[_CompilerProcess]()
 
     def number(folder: Path = tmp_path, gpu: dict[str, str] | None = None) -> str:
-        (process,) = idle.take(1, folder, gpu)
-        found = answer(process)[0]
-        idle.keep([process])
-        kept.append(process)
+        kept.append(idle.take(folder, gpu))
+        found = answer(kept[-1])[0]
+        idle.keep(kept[-1])
         return found
 
     numbers = [number(), number(tmp_path / "other"), number(gpu={"kind": "cuda"}), number()]
@@ -66,6 +66,7 @@ def test_a_process_serves_nobody_else(tmp_path: Path, monkeypatch: pytest.Monkey
     kept[-1]._child.wait()
     numbers.append(number())
     assert len(set(numbers)) == len(numbers)
+    assert all(process._child is None for process in kept[:-1])
     assert number() == numbers[-1]
 
     def forked() -> None:
@@ -79,18 +80,17 @@ def test_a_process_serves_nobody_else(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_process_without_work_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one that got work meanwhile."""
-    idle = _IdleProcesses()
-    (process,) = idle.take(1, tmp_path, None)
+    idle = _IdleProcess()
+    process = idle.take(tmp_path, None)
     answer(process)
     child = process._child
     assert child is not None
-    idle.keep([process])
-    assert idle.take(1, tmp_path, None) == [process]
-    idle._stop(0)
-    idle._stop(1)
+    idle.keep(process)
+    assert idle.take(tmp_path, None) is process
+    idle._stop(process)
     assert child.poll() is None
     monkeypatch.setattr(compiler_process, "_IDLE_SECONDS", 0.01)
-    idle.keep([process])
+    idle.keep(process)
     until(lambda: child.poll() is not None)
 
 

@@ -85,3 +85,16 @@ def test_where_inputs_are_listed_makes_no_difference(planner: str) -> None:
         assert make_plan(other, planner=planner, cyclic=True) == plan
     assert planned > 5
     assert moved > 4
+
+
+@pytest.mark.parametrize("planner", ["build", "timed"])
+def test_a_graph_that_was_planned_before_gets_the_same_plan(planner: str) -> None:
+    """What is kept of its vertices is as it was, whatever memory it was planned in."""
+    graphs = [with_working_sets(random_taskgraph(random.Random(seed)), 2.0) for seed in range(12)]
+    for graph in graphs:
+        unknown = replace(graph, vertices=tuple([*graph.vertices]))
+        first = make_plan(graph, planner=planner, cyclic=True)
+        for factor in (2, 4):
+            make_plan(with_bytes(graph, lambda space, f=factor: f * space.memory), planner=planner, cyclic=True)
+        assert make_plan(graph, planner=planner, cyclic=True) == first
+        assert make_plan(unknown, planner=planner, cyclic=True) == first
