@@ -18,13 +18,13 @@ from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import ConfigError
 from disco_accel.recipes.corpus import read_prompts
 from disco_accel.recipes.loading import load_adapter, load_base, load_tokenizer, meeting_place
-from disco_accel.recipes.settings import PrefillRecipe, read_prefill_recipe
+from disco_accel.recipes.settings import PrefillRecipe
 from disco_accel.sizes import parse_size
 from disco_accel.step.run.session import find_state
 
 
-def run(path: str, memory: str | None = None) -> int:
-    """Read the prompts of the recipe in ``path``, within ``memory`` or its own budget; one JSON line each on stdout.
+def run(recipe: PrefillRecipe, memory: str | None = None) -> int:
+    """Read the prompts of ``recipe``, within ``memory`` or its own budget; one JSON line each on stdout.
 
     Returns 0.
 
@@ -32,7 +32,6 @@ def run(path: str, memory: str | None = None) -> int:
         ConfigError: something given is wrong; the prompts are checked before the first is read.
         DiscoError: a plan or its run failed.
     """
-    recipe = read_prefill_recipe(path)
     config = DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {}))
     if memory is not None:
         config = replace(config, memory_budget=parse_size(memory))

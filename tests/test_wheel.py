@@ -69,8 +69,8 @@ def test_an_unpacked_wheel_is_whole(unpacked: Path, tmp_path: Path) -> None:
         f"sys.path.insert(0, {str(unpacked)!r})\n"
         "from disco_accel.cli import main\n"
         "from disco_accel.native import extension, plain_library\n"
-        "from disco_accel.recipes import lora\n"
-        "files = [str(p) for p in (main.__file__, lora.__file__, plain_library.ROOT)]\n"
+        "from disco_accel.recipes import lora, lora_training\n"
+        "files = [str(p) for p in (main.__file__, lora.__file__, lora_training.__file__, plain_library.ROOT)]\n"
         "status = main.main(['bench', 'engine'])\n"
         "print(json.dumps([files, extension._key(extension.sources(), ()), status]))\n"
     )

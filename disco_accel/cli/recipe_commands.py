@@ -47,9 +47,14 @@ def prefill_arguments(parser: argparse.ArgumentParser) -> None:
 
 def prefill(options: argparse.Namespace) -> int:
     """Read each prompt of a recipe within its budget; one JSON line each."""
+    from disco_accel.recipes.settings import read_prefill_recipe
+
+    recipe = read_prefill_recipe(options.recipe)
+    if sys.modules.get("torch") is None:
+        say("loading PyTorch and transformers")
     from disco_accel.recipes.prefill import run
 
-    return run(options.recipe, options.memory)
+    return run(recipe, options.memory)
 
 
 def capture_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from tests.pages import workspace
 from tests.support import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = (*forkserver.HEAVY, "disco_accel.recipes.lora", "disco_accel.recipes.prefill")
+PRELOAD = (*forkserver.HEAVY, "disco_accel.recipes.lora_training", "disco_accel.recipes.prefill")
 
 
 @pytest.fixture(scope="session")

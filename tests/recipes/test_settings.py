@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disco_accel.errors import ConfigError
-from disco_accel.recipes.settings import parse_recipe, read_recipe
+from disco_accel.recipes.settings import _FREQUENT, _library_choices, parse_recipe, read_recipe
 
 GOOD = {"model_name_or_path": "m", "dataset": "d.txt", "output_dir": "o", "max_steps": 3}
 
@@ -14,6 +14,12 @@ def test_a_recipe_with_the_four_needed_keys_is_complete():
     recipe = parse_recipe(GOOD)
     assert recipe.max_steps == 3
     assert recipe.lora_target_modules == "all-linear"
+
+
+def test_frequent_names_are_those_of_the_library():
+    for key, names in _FREQUENT.items():
+        known = _library_choices(key, "another")
+        assert known is not None and set(names) < set(known)
 
 
 @pytest.mark.parametrize(
