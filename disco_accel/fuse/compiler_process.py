@@ -144,7 +144,7 @@ class _IdleProcess:
         self._stop(process)
 
     def _stop(self, process: _CompilerProcess) -> None:
-        """Unless a call has it, or had it meanwhile."""
+        """Unless a call has it."""
         taken = self._taken(process)
         if taken is not None:
             taken.stop()

@@ -8,7 +8,6 @@ fastest in simulation wins.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -17,9 +16,9 @@ from disco_accel.graph.check import largest_need
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.spaces import Space
 from disco_accel.graph.taskgraph import TaskGraph
-from disco_accel.plan.common.serial_orders import lower_order
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import DRAFTED, FINISHED, PLACED, REPLAYED, SOLVED, SearchWork
+from disco_accel.plan.timed.draft_queue import _DraftQueue
 from disco_accel.plan.timed.drafts import (
     Draft,
     DraftOptions,
@@ -31,10 +30,11 @@ from disco_accel.plan.timed.drafts import (
 from disco_accel.plan.timed.kept_gaps import Kept, kept_gaps
 from disco_accel.plan.timed.less_memory import with_less_memory
 from disco_accel.plan.timed.replay import live_ranges_of
-from disco_accel.plan.timed.requirements import may_be_split, requirements_of
+from disco_accel.plan.timed.requirement_kinds import _Kind, _RequirementKinds
+from disco_accel.plan.timed.requirements import may_be_split
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
-from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
+from disco_accel.plan.timed.swap_schedule import SwapSchedule
 from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.sizes import MAX_SIZE
 
@@ -57,9 +57,6 @@ _DRAFTING_SHARE = 0.5
 _LEAST_CUT = 1 / 256
 """A redraft gives up at least this share of the memory, times the number of redrafts: buffers come and go as a whole,
 so less may change nothing."""
-
-_Kind = tuple[bool, float | None, int | None]
-"""Whether in the order with a lower peak; the gap ratio; bytes of a range (None: weights are whole)."""
 
 
 def build_timed(
@@ -413,90 +410,6 @@ def _part_of_spare(share: float, graph: TaskGraph, device: Space) -> int:
     return int(share * max(0, device.memory - largest_need(graph, device.id)[0])) if share else 0
 
 
-class _RequirementKinds:
-    """Requirements of ``graph`` by kind, each collected once, in ``made`` (None: no draft of the kind can be)."""
-
-    def __init__(
-        self, graph: TaskGraph, machine: Machine, not_offloaded: Collection[int], boundary: Mapping[int, int]
-    ) -> None:
-        """``boundary``: offsets that inputs should have when a step starts, if they are on a device then."""
-        self.graph = graph
-        self.made: dict[_Kind, StepRequirements | None] = {}
-        self.wished_alone = False
-        """Whether a step begins with no inputs but those of ``boundary``."""
-        self._machine = machine
-        self._not_offloaded = not_offloaded
-        memory = {device.id: device.memory for device in graph.devices}
-        self._boundary = {
-            vertex.id: boundary[vertex.id]
-            for vertex in graph.vertices
-            if vertex.id in boundary and boundary[vertex.id] + vertex.sizes[0] <= memory[vertex.space]
-        }
-
-    def get(self, low_peak_order: bool, ratio: float | None, range_bytes: int | None) -> StepRequirements | None:
-        """Return the requirements of a kind."""
-        kind = low_peak_order, ratio, range_bytes
-        if kind not in self.made:
-            self.made[kind] = self._collected(*kind)
-        return self.made[kind]
-
-    def _collected(self, low_peak_order: bool, ratio: float | None, range_bytes: int | None) -> StepRequirements | None:
-        graph = self.low_peak_graph if low_peak_order else self.graph
-        if graph is None:
-            return None
-        try:
-            requirements = requirements_of(
-                graph, self._machine, ratio, self._not_offloaded, range_bytes, whole=self._boundary
-            )
-        except Infeasible:
-            return None
-        for buffer in requirements.swappable:
-            if buffer.may_be_resident:
-                buffer.at = self._boundary.get(buffer.ref[0], -1)
-        return requirements
-
-    @cached_property
-    def low_peak_graph(self) -> TaskGraph | None:
-        """The graph in an order with a lower peak, if there is one."""
-        return lower_order(self.graph)
-
-
 def _uses_of_ranges(requirements: StepRequirements) -> int:
     """How often a kernel waits for a range of a value."""
     return sum(len(buffer.uses) for buffer in requirements.swappable if buffer.is_range)
-
-
-class _DraftQueue:
-    """Drafts that have no offsets yet, the fastest first. ``good``: seconds of a step below which none is better than
-    another."""
-
-    def __init__(self, good: float) -> None:
-        self._good = good
-        self._heap: list[tuple[float, int, int, Draft]] = []
-        """Seconds, bytes reloaded, number, draft."""
-        self._pushed = 0
-        self._schedules: dict[float, list[list[tuple[SwapEvent, int]]]] = {}
-        """Events of all drafts that were added by their seconds."""
-
-    def __bool__(self) -> bool:
-        return bool(self._heap)
-
-    def clear(self) -> None:
-        """Forget all drafts."""
-        self._heap.clear()
-
-    def rank(self, schedule: SwapSchedule) -> tuple[float, int]:
-        """Seconds of a schedule, then bytes reloaded, by which schedules are compared."""
-        return max(schedule.seconds, self._good), schedule.reloaded
-
-    def add(self, draft: Draft) -> None:
-        """Add ``draft`` unless one with the same schedule was added before."""
-        equally_fast = self._schedules.setdefault(draft.schedule.seconds, [])
-        if draft.schedule.events not in equally_fast:
-            equally_fast.append(draft.schedule.events)
-            self._pushed += 1
-            heapq.heappush(self._heap, (*self.rank(draft.schedule), self._pushed, draft))
-
-    def pop(self) -> Draft:
-        """Take the first out."""
-        return heapq.heappop(self._heap)[-1]
